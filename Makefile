@@ -40,7 +40,7 @@ DOCS_INSTALLED := .venv/.docs-installed
 PAGE_INSTALLED := .venv/.page-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-cluster test-waiting test-computing test-fast test-gpu extras lint format bench bench-peers \
+.PHONY: help install demo test test-cluster test-computing test-fast test-gpu extras lint format bench bench-peers \
 	gpu-report heads draft mtp parallel chaos fuzz clients sbom lock audit docs page-test clean distclean
 
 help:  ## list the targets
@@ -69,20 +69,16 @@ demo: $(INSTALLED)  ## serve the embedded model on Ray, ask it a question, compa
 	$(BIN)/python -m specray.cli.demo $(DEMO_ARGS)
 
 # What the tests of a cluster wait for is real, and late on a busy machine. Only tests that compute run beside them, with
-# a low priority: they take the time in which a cluster waits. Other tests that wait come when the cluster's have ended.
+# a low priority: they take the time in which a cluster waits. Tests that wait themselves come afterwards.
 test: $(INSTALLED)  ## run all tests (GPU tests skip themselves where there is none)
 	@mkdir -p build
-	@$(MAKE) --no-print-directory --jobs=2 test-waiting test-computing
+	@$(MAKE) --no-print-directory --jobs=2 test-cluster test-computing
+	@$(BIN)/python -m pytest tests --ignore=tests/cluster $(COMPUTING:%=--ignore=%) $(PARALLEL_WAITING) $(PYTEST_ARGS)
 
-# The reports of these two come in one piece each, because the tests beside them report meanwhile.
-IN_ONE_PIECE = > build/$@.log 2>&1; status=$$?; cat build/$@.log; exit $$status
-
+# Its report comes in one piece, because the other tests report meanwhile.
 test-cluster: $(INSTALLED)
-	@$(BIN)/python -m pytest tests/cluster $(PYTEST_ARGS) $(IN_ONE_PIECE)
-
-test-waiting: test-cluster
-	@$(BIN)/python -m pytest tests --ignore=tests/cluster $(COMPUTING:%=--ignore=%) $(PARALLEL_WAITING) $(PYTEST_ARGS) \
-		$(IN_ONE_PIECE)
+	@$(BIN)/python -m pytest tests/cluster $(PYTEST_ARGS) > build/test-cluster.log 2>&1; status=$$?; \
+		cat build/test-cluster.log; exit $$status
 
 test-computing: $(INSTALLED)
 	@nice -n 10 $(BIN)/python -m pytest $(COMPUTING) $(PARALLEL) $(PYTEST_ARGS)
