@@ -143,7 +143,7 @@ class AutoBudget:
     def _best(self, requests: Sequence[Drafting]) -> tuple[list[int], list[float]]:
         """(drafts, least scores) of each request: by scores where its drafter knows them, by place otherwise.
 
-        Nothing that scores depend on changes before the next update, so the requests of the last step get the same.
+        What is learnt about scores counts from the next update on: until then the same requests get the same.
         """
         are_read = [request.acceptance.is_read for request in requests]
         last = self._last_best

@@ -31,7 +31,7 @@ class Trial(Enum):
 
 
 class Trials:
-    """When to try what."""
+    """The trial that goes on, and a schedule of trials for each size of a batch."""
 
     def __init__(self) -> None:
         self._schedules: dict[int, TrialSchedule] = {}  # by the batch's size, in powers of two
@@ -39,7 +39,7 @@ class Trials:
         self._steps_left = 0
 
     def next(self, num_requests: int, *, drafts: bool) -> Trial | None:
-        """The trial of the next step; None: none. `drafts` is whether the best known choice drafts."""
+        """The trial of the next step, None outside of trials. `drafts` is whether the best known choice drafts."""
         self._steps_left -= 1
         if self._steps_left <= 0:
             schedule = self._schedules.setdefault(size_class(num_requests), TrialSchedule())
@@ -49,7 +49,7 @@ class Trials:
 
 
 class TrialSchedule:
-    """When to try what with batches of one size, counted in steps outside of trials."""
+    """When to try what, counted in steps outside of trials."""
 
     def __init__(self) -> None:
         self._num_trials = 0
