@@ -5,7 +5,7 @@ Plain data without torch or xgrammar: it travels with the request's sampling par
 
 import json
 from collections.abc import Mapping
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from specray.errors import InvalidRequestError
 
@@ -41,6 +41,41 @@ def make_grammar(kind: GrammarKind, value: object = "", param: str | None = None
         )
     _check_unicode(value, param)
     return GrammarSpec(kind, value)
+
+
+def as_format(grammar: GrammarSpec) -> dict[str, Any]:
+    """The grammar as a format of structural tags, in which it can follow another one: reasoning, for example."""
+    match grammar.kind:
+        case "json_object":
+            return {"type": "json_schema", "json_schema": {"type": "object"}}
+        case "json_schema":
+            return {"type": "json_schema", "json_schema": json.loads(grammar.text)}
+        case "regex":
+            return {"type": "regex", "pattern": grammar.text}
+        case "choice":
+            choices = json.loads(grammar.text)
+            return {"type": "or", "elements": [{"type": "const_string", "value": choice} for choice in choices]}
+        case "ebnf":
+            return {"type": "grammar", "grammar": grammar.text}
+        case "structural_tag":
+            return _format_of_tags(json.loads(grammar.text))
+
+
+def _format_of_tags(structural_tag: dict[str, Any]) -> dict[str, Any]:
+    """The format of a structural tag; older ones have `structures` and `triggers` in its place."""
+    if "format" in structural_tag:
+        format_: dict[str, Any] = structural_tag["format"]
+        return format_
+    tags = [
+        {
+            "type": "tag",
+            "begin": part.get("begin"),
+            "content": {"type": "json_schema", "json_schema": part.get("schema")},
+            "end": part.get("end"),
+        }
+        for part in structural_tag.get("structures", [])
+    ]
+    return {"type": "triggered_tags", "triggers": structural_tag.get("triggers", []), "tags": tags}
 
 
 def _parsed(value: object, param: str) -> object:

@@ -3,7 +3,7 @@
 import pytest
 
 from specray.errors import InvalidRequestError
-from specray.grammar import MAX_GRAMMAR_LENGTH, GrammarKind, GrammarSpec, make_grammar
+from specray.grammar import MAX_GRAMMAR_LENGTH, GrammarKind, GrammarSpec, as_format, make_grammar
 from specray.sampling_params import SamplingParams, make_sampling_params
 
 
@@ -52,3 +52,36 @@ def test_sampling_params_carry_a_grammar() -> None:
     assert make_sampling_params(grammar=grammar) == SamplingParams(grammar=grammar)
     with pytest.raises(InvalidRequestError):
         make_sampling_params(grammar=("prolog", "a."))
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "format_"),
+    [
+        ("json_object", "", {"type": "json_schema", "json_schema": {"type": "object"}}),
+        ("json_schema", {"type": "null"}, {"type": "json_schema", "json_schema": {"type": "null"}}),
+        ("regex", "a+", {"type": "regex", "pattern": "a+"}),
+        ("choice", ["a", "b"], {"type": "or", "elements": [{"type": "const_string", "value": text} for text in "ab"]}),
+        ("ebnf", 'root ::= "a"', {"type": "grammar", "grammar": 'root ::= "a"'}),
+        ("structural_tag", {"type": "structural_tag", "format": {"type": "any_text"}}, {"type": "any_text"}),
+        (
+            "structural_tag",
+            {"structures": [{"begin": "<a>", "schema": {}, "end": "</a>"}], "triggers": ["<a"]},
+            {
+                "type": "triggered_tags",
+                "triggers": ["<a"],
+                "tags": [
+                    {
+                        "type": "tag",
+                        "begin": "<a>",
+                        "content": {"type": "json_schema", "json_schema": {}},
+                        "end": "</a>",
+                    }
+                ],
+            },
+        ),
+    ],
+)
+def test_every_grammar_is_a_format_that_can_follow_another(
+    kind: GrammarKind, value: object, format_: dict[str, object]
+) -> None:
+    assert as_format(make_grammar(kind, value)) == format_
