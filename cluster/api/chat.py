@@ -4,12 +4,13 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from cluster.api.chat_output import ChatOutput, call_grammar, chat_output
-from cluster.api.chat_prompt import chat_prompt, tool_format
+from cluster.api.chat_prompt import ChatPrompt, chat_prompt, tool_format, with_one_system_message
 from cluster.api.model_output.reasoning import REASONING_FORMATS, ReasoningFormat
 from cluster.api.protocol import ChatRequest
 from cluster.api.tokenization import Tokenization
 from cluster.api.tool_calls.formats import ToolFormat
 from cluster.config import ServerConfig
+from specray.errors import InvalidRequestError
 from specray.sampling_params import SamplingParams
 
 
@@ -34,7 +35,9 @@ class ChatFormats(NamedTuple):
 def prepare_chat(body: ChatRequest, tokenization: Tokenization, config: ServerConfig) -> PreparedChat:
     """InvalidRequestError if the model's chat template does not accept the messages or tools."""
     formats = ChatFormats.of(config, tokenization)
-    token_ids = tokenization.chat(chat_prompt(body, formats.calls, tokenization.template))
+    token_ids = _token_ids(chat_prompt(body, formats.calls, tokenization.template), tokenization)
+    if body.continue_final_message:
+        formats = formats._replace(reasoning=None)  # the answer has begun
     prompt_end = tokenization.end_of(token_ids)
     output = chat_output(body, *formats, prompt_end)
     params = body.sampling(config.default_max_tokens)
@@ -43,6 +46,17 @@ def prepare_chat(body: ChatRequest, tokenization: Tokenization, config: ServerCo
     if (grammar := call_grammar(body, *formats, prompt_end)) is not None:
         params = replace(params, grammar=grammar)
     return PreparedChat(token_ids, params, output)
+
+
+def _token_ids(prompt: ChatPrompt, tokenization: Tokenization) -> list[int]:
+    """The rendered prompt. Some templates accept a system message at the start only; they get one there."""
+    try:
+        return tokenization.chat(prompt)
+    except InvalidRequestError:
+        messages = with_one_system_message(prompt.messages)
+        if messages == prompt.messages:
+            raise
+        return tokenization.chat(prompt._replace(messages=messages))
 
 
 def count_prompt_tokens(body: ChatRequest, tokenization: Tokenization, config: ServerConfig) -> int:

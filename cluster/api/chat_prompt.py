@@ -26,6 +26,7 @@ class ChatPrompt(NamedTuple):
     add_generation_prompt: bool
     tools: list[Json]
     variables: Json
+    continue_final_message: bool
 
 
 def tool_format(parser: ToolCallParserName | None, template: str) -> ToolFormat | None:
@@ -38,7 +39,6 @@ def chat_prompt(body: ChatRequest, calls: ToolFormat | None, template: str) -> C
     """What `template` renders for `body`. InvalidRequestError if it has tools and their format is unknown."""
     messages = [message.for_template for message in body.messages]
     tools = [tool.for_template for tool in body.offered_tools]
-    add_generation_prompt = body.add_generation_prompt is not False
     if calls is None:
         if tools:
             raise InvalidRequestError(
@@ -46,14 +46,26 @@ def chat_prompt(body: ChatRequest, calls: ToolFormat | None, template: str) -> C
                 "--tool-call-parser, or leave tools out",
                 "tools",
             )
-        return ChatPrompt(messages, add_generation_prompt, [], body.template_variables)
+        return _prompt(body, messages, [])
     if calls.has_text_arguments:
         messages = [_with_text_arguments(message) for message in messages]
     if "tool_calls" not in template:
         messages = list(_without_calls(messages, calls))
     if tools and not _shows_tools(template):
         messages, tools = _with_instructions(messages, tools, calls), []
-    return ChatPrompt(messages, add_generation_prompt, tools, body.template_variables)
+    return _prompt(body, messages, tools)
+
+
+def with_one_system_message(messages: Sequence[Json]) -> list[Json]:
+    """The same conversation with the texts of all its system messages in one, which comes first."""
+    texts = [message["content"] for message in messages if message["role"] == "system"]
+    others = [message for message in messages if message["role"] != "system"]
+    return [{"role": "system", "content": "\n\n".join(texts)}, *others] if texts else others
+
+
+def _prompt(body: ChatRequest, messages: list[Json], tools: list[Json]) -> ChatPrompt:
+    opens_answer = body.add_generation_prompt is not False
+    return ChatPrompt(messages, opens_answer, tools, body.template_variables, body.continue_final_message is True)
 
 
 def _shows_tools(template: str) -> bool:

@@ -72,7 +72,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "prompt_logprobs": (),
     "chat_template": (),
     "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
     "logits_processors": ([],),
     "custom_logit_processor": (),
     "bad_words": ([],),
@@ -317,6 +316,7 @@ class ChatRequest(OpenAIRequest):
     messages: Messages
     max_completion_tokens: MaxTokens | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None  # the output continues the last message, an assistant's
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
     tools: Tools | None = None
@@ -333,6 +333,24 @@ class ChatRequest(OpenAIRequest):
             return cls.model_validate(fields)
         except ValidationError as error:
             raise from_validation(error.errors()) from None
+
+    @model_validator(mode="after")
+    def _final_message_can_be_continued(self) -> Self:
+        if not self.continue_final_message:
+            return self
+        last = self.messages[-1]
+        if self.add_generation_prompt:
+            raise InvalidRequestError(
+                "add_generation_prompt=true opens a new answer, and continue_final_message=true continues the last "
+                "message; set one of them",
+                "continue_final_message",
+            )
+        if last.role != "assistant" or not last.content or last.tool_calls:
+            raise InvalidRequestError(
+                "continue_final_message=true needs a last message of role 'assistant' with text and without tool_calls",
+                "continue_final_message",
+            )
+        return self
 
     @model_validator(mode="after")
     def _tools_fit_together(self) -> Self:

@@ -24,6 +24,7 @@ class TokenizeRequest(Body):
     messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     tools: Tools | None = None
     chat_template_kwargs: TemplateVariables | None = None
     return_token_strs: bool | None = None
@@ -42,6 +43,7 @@ class TokenizeRequest(Body):
         return ChatRequest(
             messages=self.messages,
             add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
             tools=self.tools,
             chat_template_kwargs=self.chat_template_kwargs,
         )

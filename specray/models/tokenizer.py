@@ -79,10 +79,12 @@ def render_chat(
     add_generation_prompt: bool = True,
     tools: Sequence[Message] = (),
     variables: Mapping[str, Any] = NO_VARIABLES,
+    continue_final_message: bool = False,
 ) -> list[int]:
     """Render `messages` and `tools` with the chat template and return token ids.
 
-    `variables` are further variables of the template, such as enable_thinking. Equal to
+    `variables` are further variables of the template, such as enable_thinking. With `continue_final_message` the prompt
+    ends with the last message's text, and not with the template's opening of an answer. Equal to
     `tokenizer.apply_chat_template`, except that a special token inside a message or tool ("<|im_end|>") is encoded as
     plain text, so that a message cannot start or end a role. Thread-safe.
     """
@@ -92,7 +94,9 @@ def render_chat(
     if encoder.mentions_special("\n".join(names)):
         name = next((name for name in names if encoder.mentions_special(name)), "a name")
         raise InvalidRequestError(f"{name!r} as a role, key or variable contains a special token", "messages")
-    chat = _Chat(messages, tools, variables, add_generation_prompt)
+    chat = _Chat(
+        messages, tools, variables, add_generation_prompt and not continue_final_message, continue_final_message
+    )
     text = _render(tokenizer, chat)
     marks = _template_marks(encoder, tokenizer, chat, text)
     if marks is not None:
@@ -228,6 +232,7 @@ class _Chat(NamedTuple):
     tools: Sequence[Message]
     variables: Mapping[str, Any]
     add_generation_prompt: bool
+    continue_final_message: bool
 
 
 def _check_variables(tokenizer: "PreTrainedTokenizerFast", variables: Mapping[str, Any]) -> None:
@@ -253,6 +258,7 @@ def _render(tokenizer: "PreTrainedTokenizerFast", chat: _Chat) -> str:
                 tools=tools or None,
                 tokenize=False,
                 add_generation_prompt=chat.add_generation_prompt,
+                continue_final_message=chat.continue_final_message,
                 **chat.variables,
             )
         return check_length(str(text))

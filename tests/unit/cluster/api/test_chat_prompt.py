@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from transformers import PreTrainedTokenizerFast
 
 from cluster.api.chat import prepare_chat
@@ -173,3 +174,53 @@ def test_a_key_of_a_schema_may_not_be_a_special_token(smollm2: PreTrainedTokeniz
             prepare_chat(body, Tokenization(smollm2, 8192), ServerConfig())
     finally:
         smollm2.chat_template = own
+
+
+CHATML = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</{{ m.role }}>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+BEGUN: list[Any] = [{"role": "user", "content": "A city?"}, {"role": "assistant", "content": 'Sure: {"city": "'}]
+
+
+def test_a_continued_message_ends_the_prompt() -> None:
+    text = rendered(CHATML, messages=BEGUN, continue_final_message=True)
+    assert text == '<user>A city?</user><assistant>Sure: {"city": "'
+    assert rendered(CHATML, messages=BEGUN).endswith("</assistant><assistant>")
+
+
+def test_a_continued_message_may_repeat_an_earlier_one() -> None:
+    text = rendered(CHATML, messages=[BEGUN[1], BEGUN[0], BEGUN[1]], continue_final_message=True)
+    assert text.count("Sure") == 2
+    assert text.endswith('<assistant>Sure: {"city": "')
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"messages": BEGUN[:1]}, "role 'assistant'"),
+        ({"messages": CONVERSATION[:2]}, "with text and without tool_calls"),
+        ({"messages": BEGUN, "add_generation_prompt": True}, "set one of them"),
+    ],
+)
+def test_what_cannot_be_continued_is_refused(fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValidationError, match=reason):
+        ChatRequest.model_validate({"continue_final_message": True} | fields)
+
+
+FIRST_ONLY = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('system is not first') }}"
+    "{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+)
+
+
+def test_system_messages_are_joined_for_a_template_that_accepts_only_one_at_the_start() -> None:
+    turns: list[Any] = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "hi"},
+        {"role": "developer", "content": "Skills: none."},
+    ]
+    assert rendered(FIRST_ONLY, messages=turns) == "[system]Be brief.\n\nSkills: none.[user]hi"
+    assert rendered(CHATML, messages=turns) == (
+        "<system>Be brief.</system><user>hi</user><system>Skills: none.</system><assistant>"
+    )
