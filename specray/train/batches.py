@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from specray.errors import ConfigError
-from specray.train.shards import Answer, Shard, list_shards, read_description
+from specray.train.shards import Answer, Shard, list_shards, read_description, skip_summary
 from specray.train.unroll import Batch
 
 HiddenStates = Callable[[Sequence[Answer]], list[Tensor]]  # bfloat16 [n, columns] of each answer
@@ -40,7 +40,11 @@ class AnswerFolder:
         """Names of the current shards. ConfigError if there are none."""
         names = list_shards(self.path)
         if not names:
-            raise ConfigError(f"{self.path} has no shards yet; make answers first, or wait for the first shard")
+            why = skip_summary(self.path) or "it has no shards yet"
+            raise ConfigError(
+                f"{self.path} has no answers: {why}; make answers with --prompts or --self-prompts, or wait for the "
+                "first shard"
+            )
         return names
 
     def size(self) -> dict[str, int]:

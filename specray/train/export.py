@@ -1,13 +1,11 @@
 """Exports trained heads: model.safetensors and config.json in the layout of public heads, and a model card."""
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from specray.errors import ConfigError
@@ -18,7 +16,7 @@ from specray.train.card import model_card
 from specray.train.checkpoint import LOG
 from specray.train.draft_export import copy_side_files, draft_config, draft_tensors
 from specray.train.draft_model import DraftModel, TrainedModel
-from specray.train.files import replace_text
+from specray.train.files import replace_tensors, replace_text
 from specray.train.heads import Eagle2Head, Eagle3Head, MtpHead, ParallelHead, TrainedHead
 from specray.train.int8_weights import QUANTIZATION_CONFIG, packed
 from specray.train.settings import Counters, TrainSettings
@@ -39,12 +37,10 @@ def export_head(
 ) -> None:
     """Write the folder of a head or draft model. The weights are replaced atomically."""
     folder.mkdir(parents=True, exist_ok=True)
-    unfinished = folder / f".{WEIGHTS}.tmp"
     tensors = draft_tensors(head, target) if isinstance(head, DraftModel) else head.state_dict()
     prefix = _MTP_PREFIX if isinstance(head, MtpHead) else ""
     stored = {prefix + name: _stored(tensor) for name, tensor in tensors.items()}
-    save_file(packed(stored) if settings.weights == "int8" else stored, unfinished)
-    os.replace(unfinished, folder / WEIGHTS)
+    replace_tensors(folder / WEIGHTS, packed(stored) if settings.weights == "int8" else stored)
     if isinstance(head, DraftModel):
         config = draft_config(head, target)
         copy_side_files(target, folder)

@@ -6,6 +6,7 @@ The latter need no data set: given the chat template up to the start of the user
 import hashlib
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,18 +71,28 @@ def chat_prompt(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
     return render_chat(tokenizer, [{"role": "user", "content": text}])
 
 
-def user_header(tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """Token ids of the chat template up to the user's words. Without a chat template: the BOS token."""
+def user_turn(tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
+    """Token ids of the chat template up to the user's words, and the special token that follows these, if one does.
+
+    Without a chat template: the BOS token, and none.
+    """
     if tokenizer.chat_template is None and tokenizer.bos_token_id is not None:
-        return [tokenizer.bos_token_id]
+        return [tokenizer.bos_token_id], []
     first, second = (chat_prompt(tokenizer, text) for text in ("Alpha", "Zoo"))
-    common = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), 0)
+    common = _num_equal(first, second)
     if common == 0:
         raise ConfigError(
             "this model's chat template begins with the user's words, so the target cannot generate prompts; "
             "give --prompts files and --self-prompts 0"
         )
-    return first[:common]
+    num_after = _num_equal(first[::-1], second[::-1])
+    end = first[len(first) - num_after :][:1]
+    return first[:common], [token for token in end if token in tokenizer.added_tokens_decoder]
+
+
+def _num_equal(first: Sequence[int], second: Sequence[int]) -> int:
+    """Tokens with which both sequences begin; 0 if they are equal."""
+    return next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), 0)
 
 
 def _read_row(file: PromptFile, number: int, line: str) -> None:

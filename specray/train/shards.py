@@ -10,27 +10,26 @@ shards, `shard-PART-NUMBER.safetensors`, which are written atomically. A shard h
     aux_hidden_states  bfloat16 [T, len(aux_hidden_state_layers) * hidden_size], columns in that order; absent if the
                        target computes them during training (see `hidden_states`)
 
-`skipped-PART.txt` lists the requests that have no answer: their prompts are too long, or unfinished if they are the
-target's own.
+`skipped-PART.txt` lists the requests that have no answer, each with the reason.
 
 `aux_hidden_state_layers` are those of EAGLE-3, then `num_layers`: the hidden states after the final norm. The last
 position of every sequence is zeros, because its hidden states were not computed.
 """
 
 import json
-import os
 import zlib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from specray.errors import ConfigError
+from specray.train.files import replace_tensors
 
 DESCRIPTION = "answers.json"
 _PATTERN = "shard-*.safetensors"
@@ -76,9 +75,7 @@ def write_shard(folder: Path, sequences: Sequence[TokenSequence], part: int = 0)
     if states:
         tensors["aux_hidden_states"] = torch.cat(states)
     path = folder / f"shard-{part:02d}-{_next_number(folder, part):05d}.safetensors"
-    unfinished = path.with_name(f".{path.name}.tmp")
-    save_file(tensors, unfinished)
-    os.replace(unfinished, path)
+    replace_tensors(path, tensors)
     return path
 
 
@@ -95,15 +92,24 @@ def written_indexes(folder: Path) -> set[int]:
     return indexes
 
 
-def write_skipped(folder: Path, indexes: Sequence[int], part: int) -> None:
-    """Note requests of process `part` that have no answer, so that a resumed run does not try them again."""
+def write_skipped(folder: Path, reasons: Mapping[int, str], part: int) -> None:
+    """Note requests of process `part` that have no answer, and why; a resumed run does not try them again."""
     with (folder / f"skipped-{part:02d}.txt").open("a", encoding="utf-8") as file:
-        file.write("".join(f"{index}\n" for index in indexes))
+        file.write("".join(f"{index} {reason}\n" for index, reason in reasons.items()))
 
 
-def skipped_indexes(folder: Path) -> set[int]:
-    """Requests of the run that were noted by `write_skipped`."""
-    return {int(line) for path in folder.glob("skipped-*.txt") for line in path.read_text(encoding="utf-8").split()}
+def skipped(folder: Path) -> dict[int, str]:
+    """Requests of the run that were noted by `write_skipped`, and why."""
+    files = [path.read_text(encoding="utf-8") for path in folder.glob("skipped-*.txt")]
+    noted = [line.partition(" ") for text in files for line in text.splitlines()]
+    return {int(index): reason or "reason not noted" for index, _, reason in noted}
+
+
+def skip_summary(folder: Path) -> str:
+    """How many requests were skipped, and why; empty if none was."""
+    reasons = skipped(folder)
+    counts = ", ".join(f"{count}: {reason}" for reason, count in Counter(reasons.values()).most_common())
+    return f"{len(reasons)} prompts were skipped ({counts})" if reasons else ""
 
 
 def read_description(folder: Path) -> dict[str, Any]:

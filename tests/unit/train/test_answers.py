@@ -3,6 +3,8 @@
 import contextlib
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +21,7 @@ from specray.train.answer_options import AnswerOptions
 from specray.train.answers import _only_one_at, aux_hidden_state_layers, make_answers
 from specray.train.batches import AnswerFolder
 from specray.train.hidden_states import HiddenStateComputer
-from specray.train.shards import Shard, list_shards, skipped_indexes, written_indexes
+from specray.train.shards import Shard, list_shards, written_indexes
 from tests.support.processes import has_ended, wait_until
 from tests.support.processes import read as read_text
 
@@ -59,7 +61,7 @@ def complete(options: AnswerOptions, tmp_path_factory: pytest.TempPathFactory) -
 
 def test_every_prompt_is_answered_once_per_sample(complete: Path) -> None:
     found = read(complete)
-    assert {0, 1, 2, 3, 4, 5} <= found.keys() <= set(range(9))
+    assert found.keys() == set(range(9))
     assert written_indexes(complete) == found.keys()
     for token_ids, prompt_length, aux_hidden_states in found.values():
         assert prompt_length < len(token_ids)
@@ -213,10 +215,8 @@ def test_what_is_finished_when_a_run_is_interrupted_is_written(
 def test_a_finished_folder_is_not_worked_on_again(
     options: AnswerOptions, complete: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts of the target's own that are not used are not generated a second time either."""
     monkeypatch.setattr("specray.train.answers._Generator", lambda *_: pytest.fail("an engine is loaded"))
     assert make_answers(replace(options, folder=complete), progress=False) == complete
-    assert written_indexes(complete) | skipped_indexes(complete) == set(range(9))
 
 
 def test_commands_that_generate_into_one_folder_take_turns(
@@ -246,3 +246,30 @@ def test_more_answers_than_an_engine_queues_have_their_hidden_states_computed(
     states = compute([answer] * 320)
     assert len(states) == 320
     assert all(each.shape == states[0].shape for each in states)
+
+
+def test_prompts_without_an_answer_are_counted_with_the_reason_and_not_tried_again(
+    options: AnswerOptions,
+    stories: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tmp_path / "chat"
+    shutil.copytree(stories, model)
+    (model / "chat_template.jinja").write_text("{% for m in messages %}User: {{ m.content }}\n{% endfor %}")
+    asked = replace(options, folder=tmp_path / "answers", model=str(model), prompts=(), self_prompts=4)
+    monkeypatch.setattr("specray.train.answers._LONGEST_TURN", 5)
+    make_answers(asked, progress=False)
+    expected = "4 prompts were skipped (4: the target did not end its turn within 5 tokens)"
+    assert f"{asked.folder}: {expected}" in capsys.readouterr().out
+    monkeypatch.setattr("specray.train.answers._Generator", lambda *_: pytest.fail("an engine is loaded"))
+    make_answers(asked, progress=False)
+    assert expected in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=re.escape(f"has no answers: {expected}")):
+        AnswerFolder(asked.folder).names()
+
+
+def test_files_of_answers_follow_the_umask(complete: Path) -> None:
+    os.umask(umask := os.umask(0))
+    assert {path.stat().st_mode & 0o777 for path in complete.iterdir()} == {0o666 & ~umask}

@@ -7,7 +7,7 @@ import pytest
 
 from specray.errors import ConfigError
 from specray.models.tokenizer import load_tokenizer
-from specray.train.prompts import chat_prompt, read_prompt_file, user_header
+from specray.train.prompts import chat_prompt, read_prompt_file, user_turn
 
 
 def write(path: Path, *lines: object) -> Path:
@@ -68,17 +68,19 @@ def test_empty_and_non_text_files_are_refused(tmp_path: Path) -> None:
 
 def test_every_chat_prompt_begins_with_the_header(toy: Path) -> None:
     tokenizer = load_tokenizer(toy)
-    header = user_header(tokenizer)
+    header, ends = user_turn(tokenizer)
     assert tokenizer.decode(header) == "<|user|>"
     for text in ("hello", "a", "the end"):
-        assert chat_prompt(tokenizer, text)[: len(header)] == header
+        asked = chat_prompt(tokenizer, text)
+        assert asked[: len(header)] == header
+        assert tokenizer.decode(asked).startswith(f"<|user|>{text}{tokenizer.decode(ends)}")
 
 
 def test_model_without_chat_template_gets_the_bare_text(stories: Path) -> None:
     tokenizer = load_tokenizer(stories)
     assert tokenizer.chat_template is None
     assert chat_prompt(tokenizer, "Once") == tokenizer.encode("Once")
-    assert user_header(tokenizer) == [tokenizer.bos_token_id]
+    assert user_turn(tokenizer) == ([tokenizer.bos_token_id], [])
 
 
 def test_line_breaks_of_other_kinds_are_part_of_a_prompt(tmp_path: Path) -> None:

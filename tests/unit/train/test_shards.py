@@ -131,7 +131,7 @@ def test_batch_size_is_limited_and_order_depends_on_the_seed(tmp_path: Path) -> 
 def test_error_for_a_folder_without_shards_says_what_to_do(tmp_path: Path) -> None:
     description = {"model": "x", "aux_hidden_state_layers": [0, 1], "hidden_size": 4, "num_layers": 1}
     (tmp_path / "answers.json").write_text(json.dumps(description))
-    with pytest.raises(ConfigError, match="make answers first"):
+    with pytest.raises(ConfigError, match="it has no shards yet; make answers with --prompts"):
         AnswerFolder(tmp_path).names()
 
 

@@ -95,6 +95,14 @@ def test_max_minutes_stops_with_a_checkpoint_that_resumes(tmp_path: Path) -> Non
     assert Trainer(settings(), answers, tmp_path / "run", CPU).run()
 
 
+@pytest.mark.parametrize("options", [{"kind": "eagle3"}, {"kind": "draft", "layers": "1"}], ids=str)
+def test_files_of_a_run_follow_the_umask(options: dict[str, str], tmp_path: Path) -> None:
+    Trainer(settings(tokens=64, **options), write_answers(tmp_path), tmp_path / "run", CPU).run()
+    os.umask(umask := os.umask(0))
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o666 & ~umask}
+
+
 def test_eagle3_is_exported_in_the_public_layout(tmp_path: Path) -> None:
     run = tmp_path / "run"
     Trainer(settings(), write_answers(tmp_path), run, CPU).run()
