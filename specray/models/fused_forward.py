@@ -8,7 +8,6 @@ from torch import Tensor
 from specray.models.target_model import BEFORE_FINAL_NORM
 from specray.ops.attention import Attend
 from specray.ops.cpu.attention import PagedAttend
-from specray.ops.cpu.drafted_step import DraftedStep
 from specray.ops.cpu.layers import FusedLayers
 from specray.ops.cpu.packed_layers import EmbedAndHead
 from specray.ops.cpu.structs import Arena
@@ -80,22 +79,9 @@ class FusedForward:
         started = self._layers.follow(self._around, number, arena, slots)
         return started.number, LargestLogits(started.logits)
 
-    def follow_drafted(
-        self, number: int, drafted: DraftedStep, aux_hidden_state_layers: Sequence[int], only_largest: bool
-    ) -> tuple[int, Tensor | LargestLogits, list[Tensor]]:
-        """See FusedLayers: the new pass's number, its logits and its aux hidden states."""
-        taps = self._taps(aux_hidden_state_layers)
-        started = self._layers.follow_drafted(self._around, number, drafted, taps, self._dtype, only_largest)
-        logits = LargestLogits(started.logits) if only_largest else started.logits
-        return started.number, logits, self._states(started.copies, aux_hidden_state_layers)
-
     def wait(self, number: int) -> None:
         """Wait for a pass and those before it, and help with them."""
         self._layers.join(number)
-
-    def cancel(self, number: int) -> None:
-        """See FusedLayers."""
-        self._layers.cancel(number)
 
     def _taps(self, aux_hidden_state_layers: Sequence[int]) -> list[int]:
         """Which copies the kernels make for these aux hidden states, each of them once."""

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from specray.models.target_model import ModelShape, TargetModel
-from specray.ops.cpu.drafted_step import PlannedDrafts
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 from specray.spec_decode.request_table import RequestTable
@@ -109,20 +108,6 @@ def padded_drafter(drafter: Drafter) -> PaddedDrafter | str:
         reason: str = getattr(drafter, "reason_without_graphs", "the drafter has no propose_padded (see PaddedDrafter)")
         return reason
     return innermost.reason_without_graphs or innermost
-
-
-@runtime_checkable
-class DraftsAhead(Protocol):
-    """A Drafter whose drafts the CPU kernels can make before the host has the result of a step."""
-
-    def plan_ahead(self, context: ProposeContext) -> PlannedDrafts | None:
-        """What to draft after a step that still runs. `start` and `end` of its requests are their roots' positions.
-
-        None if `propose` has to make these drafts.
-        """
-
-    def record_ahead(self, context: ProposeContext) -> None:
-        """Take note that the kernels draft after the step of this context, as planned."""
 
 
 @runtime_checkable

@@ -16,7 +16,6 @@ from specray.config import SpeculativeConfig
 from specray.models.eagle import EagleHead
 from specray.models.eagle_loading import load_eagle_head
 from specray.ops.attention import AttentionBatch, PaddedAttention
-from specray.ops.cpu.drafted_step import PlannedDrafts
 from specray.spec_decode.draft_setup import attention_without_graphs, head_attention, scratch_slots, target_matrices
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import PaddedCommit, TargetView
@@ -65,18 +64,6 @@ class EagleDrafter:
     def propose(self, context: ProposeContext) -> DraftTree:
         with self._inference:
             return self._propose(context)
-
-    def plan_ahead(self, context: ProposeContext) -> PlannedDrafts | None:
-        """See DraftsAhead."""
-        if context.unread_kv_slots or not self._extends_in_kernels:
-            return None
-        if not self._written.are_all(context.table, context.requests):
-            return None
-        return self._fused.plan_ahead(context)
-
-    def record_ahead(self, context: ProposeContext) -> None:
-        """See DraftsAhead."""
-        self._written.read(context)
 
     @torch.inference_mode()
     def propose_padded(self, table: RequestTable, commit: PaddedCommit, is_sampled: bool) -> DraftTree:

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from specray.ops.attention import AttentionBackend
 from specray.ops.cpu.attention import PagedAttention
-from specray.ops.cpu.drafted_step import PlannedDrafts
 from specray.ops.cpu.steps import TableKernels
 from specray.ops.cpu.trees import CommittedTokens, GrownTrees, TreeLimits, TreeNetwork, TreeOptions, TreeRequests
 from specray.ops.sampling_state import GREEDY_BELOW
@@ -69,15 +68,6 @@ class FusedDrafts:
         committed = CommittedTokens(table, len(context.requests), *context.bounds, read)
         options = self._options(noise_of(context, shape))
         return _tree(network.draft(attention, committed, self._limits(shape), options), shape)
-
-    def plan_ahead(self, context: ProposeContext) -> PlannedDrafts | None:
-        """The same for `requests` whose step still runs; see DraftsAhead. None where the kernels cannot do so."""
-        if not isinstance(context.table.ops, TableKernels) or (fused := self._fused(context)) is None:
-            return None
-        network, attention = fused
-        shape = limited(self._shape, context)
-        options = self._options(noise_of(context, shape))
-        return network.plan(attention, len(context.requests), self._limits(shape), options)
 
     def _fused(self, context: ProposeContext) -> tuple[TreeNetwork, PagedAttention] | None:
         """The kernels' model and attention; None if they are not there or cannot grow such trees."""

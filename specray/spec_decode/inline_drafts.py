@@ -6,9 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specray.ops.cpu.drafted_step import PlannedDrafts
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.drafter import Drafter, DraftFaultError, DraftsAhead, composite_of
+from specray.spec_decode.drafter import Drafter, DraftFaultError, composite_of
 from specray.spec_decode.pending_trees import PendingTrees, TakenTrees
 from specray.spec_decode.propose_context import ProposeContext
 from specray.spec_decode.tree_edits import limited
@@ -34,23 +33,7 @@ class InlineDrafts:
     def scores(self) -> list[list[float]]:
         return self._pending.scores
 
-    @property
-    def drafter(self) -> Drafter:
-        return self._drafter
-
-    @drafter.setter
-    def drafter(self, drafter: Drafter) -> None:
-        self._drafter, self._ahead = drafter, drafter if isinstance(drafter, DraftsAhead) else None
-
-    def plan_ahead(self, context: ProposeContext) -> PlannedDrafts | None:
-        """See DraftsAhead."""
-        return None if self._ahead is None else self._ahead.plan_ahead(context)
-
     def submit(self, context: ProposeContext) -> None:
-        if context.is_drafted_ahead:
-            assert self._ahead is not None
-            self._ahead.record_ahead(context)
-            return
         start = time.perf_counter()
         try:
             tree = limited(self.drafter.propose(context), context.requests)

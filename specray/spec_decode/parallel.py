@@ -17,7 +17,6 @@ from specray.config import SpeculativeConfig
 from specray.models.eagle_loading import load_eagle3_head
 from specray.models.parallel_head import ParallelHead
 from specray.ops.attention import AttentionBatch, PaddedAttention, PaddedBatch
-from specray.ops.cpu.drafted_step import PlannedDrafts
 from specray.ops.ragged_index import RaggedIndex
 from specray.spec_decode.draft_setup import attention_without_graphs, head_attention, scratch_slots, target_matrices
 from specray.spec_decode.draft_tree import DraftTree
@@ -75,16 +74,6 @@ class ParallelDrafter:
         shape = limited(self._shape, context)
         output = self._forward(context, requests, shape.num_steps)
         return self._tree(context.roots(), shape, noise_of(context, shape), output)
-
-    def plan_ahead(self, context: ProposeContext) -> PlannedDrafts | None:
-        """See DraftsAhead."""
-        if context.unread_kv_slots or not self._written.are_all(context.table, context.requests):
-            return None
-        return self._fused.plan_ahead(context)
-
-    def record_ahead(self, context: ProposeContext) -> None:
-        """See DraftsAhead."""
-        self._written.read(context)
 
     @torch.inference_mode()
     def propose_padded(self, table: RequestTable, commit: PaddedCommit, is_sampled: bool) -> DraftTree:

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
-from specray.ops.cpu.drafted_step import PlannedDrafts
 from specray.spec_decode.draft_tree import NONE, DraftTree, TreeLists
-from specray.spec_decode.drafter import Drafter, DraftsAhead
+from specray.spec_decode.drafter import Drafter
 from specray.spec_decode.prediction import Prediction
 from specray.spec_decode.propose_context import ProposeContext
 from specray.spec_decode.request_state import RequestState
@@ -25,7 +24,6 @@ class PredictionDrafter:
         self.aux_hidden_state_layers = drafter.aux_hidden_state_layers
         self.reads_next_token = drafter.reads_next_token
         self.drafter = drafter
-        self._ahead = drafter if isinstance(drafter, DraftsAhead) else None
         self._predictions: dict[int, Prediction] = {}  # by slot
 
     def propose(self, context: ProposeContext) -> DraftTree:
@@ -38,18 +36,6 @@ class PredictionDrafter:
         device = context.table.device
         trees = [TreeLists([states[p].token_ids[-1], *chains[p]], [NONE, *range(len(chains[p]))]) for p in places]
         return replace_trees(tree, torch.tensor(places, device=device), DraftTree.from_lists(trees, device))
-
-    def plan_ahead(self, context: ProposeContext) -> PlannedDrafts | None:
-        """See DraftsAhead."""
-        states = [context.table.states[request.slot] for request in context.requests]
-        if self._ahead is None or any(state.predicted_token_ids for state in states):
-            return None
-        return self._ahead.plan_ahead(context)
-
-    def record_ahead(self, context: ProposeContext) -> None:
-        """See DraftsAhead."""
-        assert self._ahead is not None
-        self._ahead.record_ahead(context)
 
     def release(self, slots: Sequence[int]) -> None:
         self.drafter.release(slots)

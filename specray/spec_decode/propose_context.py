@@ -41,7 +41,6 @@ class ProposeContext:
     # `PaddedDrafter.propose_padded` for `requests` as a CUDA graph, which is faster. None: it was not captured, or some
     # request is unfinished or committed tokens of its prompt.
     replay: Callable[[], DraftTree] | None = None
-    is_drafted_ahead: bool = False  # the next step has begun, and the kernels draft for it: see DraftsAhead
 
     @cached_property
     def aux_hidden_states(self) -> Tensor | None:

@@ -6,26 +6,21 @@ sees its own requests and keeps its own state. One with KV in the target's slots
 prompts share their beginnings in the prefix cache, and a draft head that has not read the header of a chat template
 drafts worse and more slowly. `forget_kv` notifies it of the slots of all other tokens. The trees of all drafters
 become one batch for the verifier.
-
-Where steps begin before the one before is finished, the work of a shadow would make the next one late. So a shadow sees
-only every fourth of these steps, together with the tokens of the three before it.
 """
 
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from specray.ops.cpu.drafted_step import PlannedDrafts
 from specray.ops.host_copy import HostCopy
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.drafter import Drafter, DraftFaultError, DraftsAhead, SharesKVSlots
+from specray.spec_decode.drafter import Drafter, DraftFaultError, SharesKVSlots
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 from specray.spec_decode.request_state import RequestState
 from specray.spec_decode.shadow_trees import ShadowTrees
@@ -33,8 +28,6 @@ from specray.spec_decode.tree_edits import merge_trees
 from specray.step import DrafterUse
 
 logger = logging.getLogger(__name__)
-
-MOST_PUT_OFF = 3  # steps in a row that a shadow sees together with the next one
 
 
 class SeveralDrafters:
@@ -52,14 +45,11 @@ class SeveralDrafters:
         self._sharing = {name: sharing for name, drafter in drafters.items() if (sharing := _sharing_kv(drafter))}
         self._unread: dict[str, set[int]] = {name: set() for name in self._sharing}  # KV slots, until it gets a context
         self._shadow_trees = {name: ShadowTrees() for name in drafters}
-        self._unseen: dict[tuple[str, int], _Unseen] = {}  # by shadow and slot, until it gets a context
-        self._num_put_off = 0  # steps since then
         self._failing: set[str] = set()  # that did not draft the last time
         self._clock = clock
         self._uses: list[tuple[DrafterUse, HostCopy | None]] = []  # with the numbers of nodes of the trees
 
     def propose(self, context: ProposeContext) -> DraftTree:
-        self._num_put_off = 0
         trees: list[tuple[list[int], DraftTree]] = []
         for name in self.members:
             part = self._part(name, context)
@@ -75,43 +65,10 @@ class SeveralDrafters:
         device = context.table.device
         return merge_trees(context.roots(), [(torch.tensor(places, device=device), tree) for places, tree in trees])
 
-    def plan_ahead(self, context: ProposeContext) -> PlannedDrafts | None:
-        """See DraftsAhead."""
-        states = [context.table.states[request.slot] for request in context.requests]
-        name, *others = {self._owner(state) for state in states}
-        drafter = self.members[name]
-        if others or self._unread.get(name) or self._num_put_off == MOST_PUT_OFF:
-            return None
-        if any(state.num_computed_tokens < state.num_prompt_tokens for state in states):  # all drafters read prompts
-            return None
-        # The kernels give it all of the hidden states that they keep.
-        if not isinstance(drafter, DraftsAhead) or drafter.aux_hidden_state_layers != self.aux_hidden_state_layers:
-            return None
-        planned = drafter.plan_ahead(context)
-        return None if planned is None else planned._replace(drafter=name)
-
-    def record_ahead(self, context: ProposeContext) -> None:
-        """See DraftsAhead."""
-        requests = _all(context)
-        name = self._owner(context.table.states[requests[0].slot])  # all have the same
-        drafter = self.members[name]
-        assert isinstance(drafter, DraftsAhead)
-        for other, sharing in self._sharing.items():
-            if other != name:
-                self._unread[other].update(context.unread_kv_slots)
-                sharing.forget_kv(context.table, requests)
-        if any(context.table.states[request.slot].shadow for request in requests):
-            self._num_put_off += 1
-            for shadow in self.members:
-                self._put_off(shadow, context)
-        drafter.record_ahead(context)
-
     def release(self, slots: Sequence[int]) -> None:
         for name, drafter in self.members.items():
             drafter.release(slots)
             self._shadow_trees[name].release(slots)
-            for slot in slots:
-                self._unseen.pop((name, slot), None)
 
     def take_uses(self) -> list[DrafterUse]:
         made, self._uses = self._uses, []
@@ -137,7 +94,7 @@ class SeveralDrafters:
     def _draft(self, name: str, part: "_Part", context: ProposeContext) -> tuple[list[int], DraftTree] | None:
         """The places in the batch that get this drafter's trees, and the trees; None if there are none."""
         drafter, shadow = self.members[name], self._shadow_trees[name]
-        seen = self._with_unseen(name, self._context(part, drafter.aux_hidden_state_layers, context))
+        seen = self._context(part, drafter.aux_hidden_state_layers, context)
         if unread := self._unread.get(name):
             seen = replace(seen, unread_kv_slots=unread)
         compared = shadow.compare(context)
@@ -171,46 +128,6 @@ class SeveralDrafters:
         if not rows:
             return None
         return [part.places[row] for row in rows], tree.select(torch.tensor(rows, device=device))
-
-    def _put_off(self, name: str, context: ProposeContext) -> None:
-        """Keep what this drafter, as a shadow, would read of a step."""
-        part = self._part(name, context)
-        places = [place for place, is_own in zip(part.places, part.is_own, strict=True) if not is_own]
-        layers = self.members[name].aux_hidden_state_layers
-        if not places or not layers:
-            return
-        seen = self._context(part, layers, context)
-        for request, states in zip(_all(seen), _states_of(seen), strict=True):
-            if context.table.states[request.slot].shadow == name:
-                start, kept = self._unseen_before(name, request)
-                self._unseen[name, request.slot] = _Unseen(start, request.end, [*kept, states])
-
-    def _unseen_before(self, name: str, request: DraftRequest) -> tuple[int, list[Tensor]]:
-        """(the position from which on a drafter has not seen a request, hidden states from there to its `start`)."""
-        unseen = self._unseen.pop((name, request.slot), None)
-        if unseen is None or unseen.end != request.start:  # a step is missing
-            return request.start, []
-        return unseen.start, unseen.states
-
-    def _with_unseen(self, name: str, seen: ProposeContext) -> ProposeContext:
-        """With the tokens of the steps that were put off."""
-        if not self._unseen:
-            return seen
-        before = [self._unseen_before(name, request) for request in _all(seen)]
-        rows = [request._replace(start=start) for request, (start, _) in zip(_all(seen), before, strict=True)]
-
-        def gather() -> Tensor:
-            parts = zip(before, _states_of(seen), strict=True)
-            return torch.cat([states for (_, kept), now in parts for states in (*kept, now)])
-
-        count = len(seen.requests)
-        has_states = seen.gather_aux_hidden_states is not None
-        return replace(
-            seen,
-            requests=rows[:count],
-            unfinished=rows[count:],
-            gather_aux_hidden_states=gather if has_states else None,
-        )
 
     def _context(self, part: "_Part", layers: Sequence[int], context: ProposeContext) -> ProposeContext:
         """The context of a drafter that sees only `part` and reads only these layers."""
@@ -266,24 +183,8 @@ class _Part(NamedTuple):
         return own, shadowed
 
 
-class _Unseen(NamedTuple):
-    """The last tokens of a request that a drafter has not seen yet."""
-
-    start: int  # position of the first one
-    end: int  # position after the last one
-    states: list[Tensor]  # their hidden states, by step
-
-
 def _all(context: ProposeContext) -> list[DraftRequest]:
     return context.requests + context.unfinished
-
-
-def _states_of(context: ProposeContext) -> list[Tensor]:
-    """The hidden states of each request's tokens."""
-    states = context.aux_hidden_states
-    assert states is not None
-    lengths = [request.end - request.start for request in _all(context)]
-    return [states[end - length : end] for length, end in zip(lengths, accumulate(lengths), strict=True)]
 
 
 def _sharing_kv(drafter: Drafter | None) -> SharesKVSlots | None:

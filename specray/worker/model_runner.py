@@ -9,7 +9,6 @@ from specray.layers.moe import reason_without_graphs
 from specray.models.fused_forward import FusedForward
 from specray.models.target_model import TargetModel
 from specray.ops.attention import AttentionBackend, PaddedAttention
-from specray.ops.cpu.drafted_step import DraftedStep
 from specray.ops.cpu.steps import TableKernels
 from specray.ops.cpu.verification import Verification
 from specray.ops.likeliest import LargestLogits
@@ -29,7 +28,6 @@ class ForwardOutput(NamedTuple):
     roots: list[int]  # places of the rows' roots among the T tokens; empty if each row has the nodes of its tree only
     number: int | None = None  # of a pass that may still run
     verification: Verification | None = None  # by the pass: its outcome is there after `wait`
-    drafted: DraftedStep | None = None  # of a pass that follows another one with drafts
 
 
 class ModelRunner:
@@ -83,34 +81,12 @@ class ModelRunner:
         self._open.add(number)
         return ForwardOutput(None, logits, [], list(range(slots.shape[0])), number)
 
-    def can_draft_after(self, output: ForwardOutput) -> bool:
-        """Whether `follow_drafted` can follow this pass, which may still run."""
-        return output.verification is not None and len(output.aux_hidden_states) == 1
-
-    def follow_drafted(
-        self, output: ForwardOutput, drafted: DraftedStep, aux_hidden_state_layers: Sequence[int]
-    ) -> ForwardOutput:
-        """Start a step that drafts from what the pass of `output` commits."""
-        assert output.number is not None
-        assert isinstance(self._forward, FusedForward)
-        only_largest = isinstance(output.logits, LargestLogits)
-        followed = self._forward.follow_drafted(output.number, drafted, aux_hidden_state_layers, only_largest)
-        number, logits, aux_hidden_states = followed
-        self._open.add(number)
-        return ForwardOutput(None, logits, aux_hidden_states, [], number, drafted.after, drafted)
-
     def wait(self, output: ForwardOutput) -> None:
         """Wait for a pass that was started, unless the device orders what follows."""
         if output.number is not None:
             assert isinstance(self._forward, FusedForward)
             self._forward.wait(output.number)
             self._open.discard(output.number)
-
-    def cancel(self, output: ForwardOutput) -> None:
-        """Nobody reads this output: leave out the rest of the pass. `wait` is called all the same."""
-        if output.number is not None:
-            assert isinstance(self._forward, FusedForward)
-            self._forward.cancel(output.number)
 
     def __del__(self) -> None:
         for number in sorted(self._open):  # before the weights that a pass reads, and the KV that it writes, are freed

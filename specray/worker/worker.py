@@ -1,8 +1,8 @@
 """One rank of the target: executes plans and submits the next step's drafts.
 
-`execute` is the whole speculative step, `begin` and `finish` are its halves. A step may begin before the one before is
-finished: its forward pass takes the tokens from that one's, or drafts from what that one commits. Rank 0 broadcasts the
-trees and the outcome of verification; the other ranks run the same code on what they receive, so ranks cannot diverge.
+`execute` is the whole speculative step, `begin` and `finish` are its halves. A step without drafts may begin before the
+one before is finished: its forward pass takes the tokens from that one's. Rank 0 broadcasts the trees and the outcome
+of verification; the other ranks run the same code on what they receive, so ranks cannot diverge.
 """
 
 import time
@@ -17,24 +17,21 @@ from torch import Tensor
 from specray.engine.executor import Capacity
 from specray.layers.parallel import RankGroup
 from specray.models.target_model import TargetModel
-from specray.ops.cpu.drafted_step import DraftedStep, PlannedDrafts
 from specray.ops.cpu.steps import TableKernels
 from specray.ops.cpu.verification import Verification, VerifiedTrees
-from specray.ops.host_copy import HostCopy
 from specray.ops.likeliest import LargestLogits
 from specray.outputs import TokenLogprob
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import DraftSource
 from specray.spec_decode.inline_drafts import InlineDrafts
 from specray.spec_decode.node_sampler import NodeSampler, coupled
-from specray.spec_decode.pending_trees import TakenTrees
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 from specray.spec_decode.request_state import RequestState
 from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.shard_verifier import verify_shards
 from specray.spec_decode.verifier import can_verify_padded, needs_walk, reads_largest_logit, verify, verify_largest
 from specray.spec_decode.verify_batch import VerifyInput, VerifyOutput
-from specray.step import DrafterUse, DraftFault, DraftLimit, RequestResult, StepPlan, StepResult, StepTimes
+from specray.step import DraftLimit, RequestResult, StepPlan, StepResult, StepTimes
 from specray.step_wire import pack, unpack_plan
 from specray.structured_output.matchers import GrammarTable
 from specray.worker.broadcast import DraftSizes, broadcast_output, broadcast_tree, follow
@@ -64,11 +61,6 @@ class StartedStep(NamedTuple):
     slots: Sequence[int] = ()  # of all rows, on rank 0
     withheld: Mapping[int, RequestResult] = {}  # of those that do not run, by slot
     follows: bool = False  # it began before the step before it was finished
-
-    @property
-    def drafts_along(self) -> bool:
-        """Whether its drafts are made after the step before it by the kernels."""
-        return self.computed is not None and self.computed.drafted is not None
 
     @property
     def has_ended(self) -> bool:
@@ -105,7 +97,6 @@ class Worker:
         self._context = self._nothing
         self._started: deque[StartedStep] = deque()  # and not finished
         self._unread: set[int] = set()  # KV slots of steps in which the drafter was not called
-        self._drafts_to_make: PlannedDrafts | None = None  # in the step that `can_begin` was asked about
         self._last_end = 0.0  # of a pass, as far as the host has seen it
 
     @property
@@ -138,10 +129,8 @@ class Worker:
     def can_begin(self, plan: StepPlan) -> bool:
         """Whether `begin` may start this step now, though another one may not be finished.
 
-        Then both decode the same requests. Without drafts, the second pass takes the tokens from the first one. With
-        drafts, the CPU kernels make them from what the first one commits.
+        Then both decode the same requests without drafts, and the second pass takes the tokens from the first one.
         """
-        self._drafts_to_make = None
         if not self._started:
             return True
         before, *others = self._started
@@ -154,20 +143,14 @@ class Worker:
         if [row.slot for row in plan.rows] != [state.slot for state in states] or any(map(needs_result, states)):
             return False
         if not self._drafts_nothing(before.plan, plan):
-            self._drafts_to_make = self._plan_drafts(before.plan, batch, computed, plan)
-            return self._drafts_to_make is not None
+            return False
         takes_tokens = computed.number is not None and isinstance(computed.logits, LargestLogits)
         return batch.tree.max_depth == 0 and (before.outcome is not None or takes_tokens)
 
     def finish(self) -> StepResult:
         """The result of the oldest step that was started."""
         with self._inference:
-            result = self._finish(self._started.popleft())
-            for started in self._started:
-                if started.has_ended and started.computed is not None:
-                    self._runner.cancel(started.computed)
-                    self._runner.wait(started.computed)
-        return result
+            return self._finish(self._started.popleft())
 
     def propose(self) -> None:
         """Draft for the next step; called after `finish`."""
@@ -189,28 +172,6 @@ class Worker:
             plan.runs_drafter or any(row.draft_limit.num_tokens for row in plan.rows) for plan in plans
         )
 
-    def _plan_drafts(
-        self, before: StepPlan, batch: StepBatch, computed: ForwardOutput, plan: StepPlan
-    ) -> PlannedDrafts | None:
-        """The drafts of `plan`, for the kernels to make after a step that still runs; None if they cannot."""
-        if not isinstance(self.drafts, InlineDrafts) or not self._runner.can_draft_after(computed):
-            return None
-        limits = [row.draft_limit for row in before.rows]  # of what is drafted after the step before
-        most = [row.draft_limit.num_tokens for row in plan.rows]  # of what is verified of that
-        if not batch.only_decodes or not all(most) or not all(limit.allows_drafts for limit in limits):
-            return None
-        requests = [
-            DraftRequest(state.slot, state.num_computed_tokens, state.num_computed_tokens, useful(limit))
-            for state, limit in zip(batch.rows.states, limits, strict=True)
-        ]
-        drafts = self.drafts.plan_ahead(ProposeContext(self._table, requests, unread_kv_slots=self._unread))
-        # The kernels do not leave out levels of a tree.
-        if drafts is None or any(
-            limit.num_steps < min(drafts.num_levels, count) for limit, count in zip(limits, most, strict=True)
-        ):
-            return None
-        return drafts
-
     def _follow(self, plan: StepPlan) -> StartedStep:
         """Start a step over the tokens that the pass before it chooses. See `can_begin`."""
         start = time.perf_counter()
@@ -220,8 +181,6 @@ class Worker:
         assert computed is not None
         for row in plan.rows:
             self._table.extend(row.slot, [], row.new_block_ids)
-        if self._drafts_to_make is not None:
-            return self._follow_drafted(plan, batch, computed, self._drafts_to_make)
         if self._graphs is not None and before.verifying is not None and before.outcome is not None:
             self._table.flush()
             batch = batch._replace(tree=batch.tree._replace(tokens=before.outcome.first_tokens))
@@ -232,24 +191,6 @@ class Worker:
         if not before.follows:
             batch = batch._replace(rows=batch.rows._replace(num_known=[1] * len(plan.rows)))
         computed = self._runner.follow(computed, ops, batch.rows.slots)
-        return StartedStep(plan, batch, None, computed, None, 0.0, start, 0.0, follows=True)
-
-    def _follow_drafted(
-        self, plan: StepPlan, batch: StepBatch, computed: ForwardOutput, drafts: PlannedDrafts
-    ) -> StartedStep:
-        """The same for a step with drafts, which the kernels make."""
-        start = time.perf_counter()
-        assert computed.verification is not None
-        limits = [row.draft_limit for row in plan.rows]
-        most_nodes = [1 + min(limit.num_tokens, drafts.num_drafts) for limit in limits]
-        least_scores = [limit.min_score for limit in limits] if any(limit.min_score for limit in limits) else None
-        drafted = DraftedStep(computed.verification, drafts, most_nodes, least_scores)
-        layers = self.drafts.aux_hidden_state_layers if plan.runs_drafter else ()
-        computed = self._runner.follow_drafted(computed, drafted, layers)
-        tree = DraftTree(*drafted.trees)
-        taken = TakenTrees(tree, most_nodes, HostCopy(drafted.report))
-        # Positions in `rows` are those of the step before; nothing reads them once the input is made.
-        batch = StepBatch(batch.rows, tree, most_nodes, None, taken)
         return StartedStep(plan, batch, None, computed, None, 0.0, start, 0.0, follows=True)
 
     def _lead(self, plan: StepPlan) -> StartedStep:
@@ -323,9 +264,6 @@ class Worker:
         waited = time.perf_counter()
         # A pass that follows another one begins when that one ends. Its time includes what the host did meanwhile.
         forward_seconds = waited - max(start, self._last_end)
-        if computed.drafted is not None:
-            draft_seconds = computed.drafted.seconds
-            forward_seconds = max(0.0, forward_seconds - draft_seconds)
         rows = batch.rows
         if started.has_ended:
             self._last_end = waited
@@ -361,9 +299,6 @@ class Worker:
         verified = time.perf_counter()
         times = StepTimes(prepare_seconds, forward_seconds, verified - forwarded, draft_seconds)
         uses, faults = self.drafts.take_uses(), self.drafts.take_faults()
-        if computed.drafted is not None and computed.drafted.drafter:
-            is_broken = DraftFault.NOT_A_NUMBER in faults
-            uses = [*uses, DrafterUse(computed.drafted.drafter, draft_seconds, num_faults=int(is_broken))]
         return StepResult(plan.step_id, results, times, faults, uses, self.drafts.take_is_new())
 
     def _collect(self, plan: StepPlan, rows: ScheduledBatch, can_replay: bool) -> StepBatch:
@@ -530,7 +465,6 @@ class Worker:
             gather if computed.aux_hidden_states else None,
             unread,
             replay if len(drafting) == len(rows.states) else None,
-            any(step.drafts_along and not step.has_ended for step in self._started),
         )
 
 

@@ -3,9 +3,9 @@
 // Types of activations are FLOAT32, BFLOAT16 and FLOAT16 of `Kind`.
 
 #include "draft.h"
-#include "drafted_step.h"
 #include "following.h"
 #include "layers.h"
+#include "layouts.h"
 #include "loss.h"
 #include "packing.h"
 #include "sampling.h"
@@ -33,6 +33,12 @@ const char* specray_target() {
 }
 
 int32_t specray_lanes() { return LANES; }
+
+// See layouts.h.
+const char* specray_layouts() {
+  static const std::string text = layouts();
+  return text.c_str();
+}
 
 int64_t specray_block_bytes(int32_t kind, int32_t ins) { return block_bytes(kind, ins); }
 
@@ -155,21 +161,8 @@ int64_t specray_start_forward(
   return Teams::get().start(num_threads, num_phases, [forward](Member& member) { forward->run(member); });
 }
 
-// The same for a step with drafts after one that was started; see drafted_step.h.
-int64_t specray_start_drafted(
-    const EmbedAndHead* model, const Layer* layers, int32_t num_layers, const Sizes* sizes, const Step* step,
-    const Pass* pass, const Taps* taps, const DraftedStep* drafted, int32_t num_threads) {
-  const auto forward = std::make_shared<DraftedPass>(
-      *drafted, *model, layers, num_layers, *sizes, *step, *pass, *taps, num_threads);
-  const int num_phases = DraftedPass::num_phases(*drafted, num_layers);
-  return Teams::get().start(num_threads, num_phases, [forward](Member& member) { forward->run(member); });
-}
-
 // The caller helps with this run and those before it; returns when they are done.
 void specray_join(int64_t run) { Teams::get().join(run); }
-
-// See Teams::cancel.
-void specray_cancel(int64_t run) { Teams::get().cancel(run); }
 
 // y [count, size] = RMS norm of x, with `num_weights` weights [num_weights, size] in turn; x and y are of `type`.
 void specray_norm(

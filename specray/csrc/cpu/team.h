@@ -59,10 +59,8 @@ class Member {
  public:
   // `counters` holds zeros: for each phase the number of items done, then of items taken from each member's range, APART
   // from each other.
-  Member(
-      std::atomic<int>* counters, int num_phases, int team_size, int number, const std::atomic<bool>& is_cancelled)
-      : counters_(counters), num_phases_(num_phases), team_size_(team_size), number_(number),
-        is_cancelled_(is_cancelled) {}
+  Member(std::atomic<int>* counters, int num_phases, int team_size, int number)
+      : counters_(counters), num_phases_(num_phases), team_size_(team_size), number_(number) {}
 
   int number() const { return number_; }
 
@@ -78,11 +76,9 @@ class Member {
   // Counters of a phase.
   static int stride(int team_size) { return (1 + team_size) * APART; }
 
-  // Calls `work(item)` for the items that this member takes of `count`; returns when all of them are done, or at once
-  // if the run is cancelled.
+  // Calls `work(item)` for the items that this member takes of `count`; returns when all of them are done.
   template <class Work>
   void share(int count, const Work& work) {
-    if (is_cancelled()) return;
     if (team_size_ == 1) {
       for (int item = 0; item < count; ++item) work(item);
       return;
@@ -99,8 +95,7 @@ class Member {
       for (int item = take(); item < end; item = take(), ++mine) work(item);
     }
     if (mine) done->fetch_add(mine, std::memory_order_acq_rel);
-    const auto is_over = [&] { return done->load(std::memory_order_acquire) == count || is_cancelled(); };
-    wait_until(is_over, [&] { return fetch(); });
+    wait_until([&] { return done->load(std::memory_order_acquire) == count; }, [&] { return fetch(); });
   }
 
  private:
@@ -115,12 +110,9 @@ class Member {
 
   int first_of(int count, int owner) const { return int((int64_t(count) * owner + team_size_ - 1) / team_size_); }
 
-  bool is_cancelled() const { return is_cancelled_.load(std::memory_order_relaxed); }
-
   std::atomic<int>* counters_;
   int num_phases_;
   const int team_size_, number_;
-  const std::atomic<bool>& is_cancelled_;
   const char *fetched_ = nullptr, *fetch_end_ = nullptr;  // what is still to be prefetched
 };
 
@@ -142,15 +134,11 @@ class Team {
     work_ = std::move(work);
     num_phases_ = num_phases;
     counters_ = std::vector<std::atomic<int>>(size_ > 1 ? num_phases * Member::stride(size_) : 0);
-    is_cancelled_.store(false, std::memory_order_relaxed);
     if (size_ == 1) return;
     num_running_.store(size_ - 1, std::memory_order_relaxed);
     round_.fetch_add(1, std::memory_order_seq_cst);
     if (num_asleep_.load(std::memory_order_seq_cst)) futex(FUTEX_WAKE_PRIVATE, size_);
   }
-
-  // Members leave out what they have not begun.
-  void cancel() { is_cancelled_.store(true, std::memory_order_relaxed); }
 
   // The caller takes part in what was started, as member 0; returns when all members have returned.
   void join() {
@@ -174,7 +162,7 @@ class Team {
   }
 
   void take_part(int number) {
-    Member member(counters_.data(), num_phases_, size_, number, is_cancelled_);
+    Member member(counters_.data(), num_phases_, size_, number);
     work_(member);
   }
 
@@ -210,7 +198,6 @@ class Team {
   std::vector<std::atomic<int>> counters_;
   std::function<void(Member&)> work_;
   int num_phases_ = 0;
-  alignas(64) std::atomic<bool> is_cancelled_{false};
   alignas(64) std::atomic<uint32_t> round_{0};
   alignas(64) std::atomic<int> num_asleep_{0};
   alignas(64) std::atomic<int> num_running_{0};
@@ -241,17 +228,10 @@ class Teams {
     join_locked(number);
   }
 
-  // This run, if it is the first that is not joined, computes no more than what was begun. Its results are undefined.
-  void cancel(int64_t number) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (!open_.empty() && open_.front().number == number) open_.front().team->cancel();
-  }
-
   template <class Work>
   void run(int num_threads, int num_phases, const Work& work) {
     if (num_threads <= 1) {
-      const std::atomic<bool> is_cancelled{false};
-      Member member(nullptr, num_phases, 1, 0, is_cancelled);
+      Member member(nullptr, num_phases, 1, 0);
       work(member);
       return;
     }

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from specray.ops.cpu.attention import PagedAttend
-from specray.ops.cpu.drafted_step import DraftedStep
 from specray.ops.cpu.packed_layers import EmbedAndHead, PackedLayers
 from specray.ops.cpu.pointer import pointer
 from specray.ops.cpu.structs import FLOAT_TYPES, Arena, Pass, Step, Taps
@@ -111,27 +110,6 @@ class FusedLayers(PackedLayers):
         without = self._copies(count, (), torch.float32)
         return self._start(around, step, before.logits, None, without, True, (numbers,))
 
-    def follow_drafted(
-        self,
-        around: EmbedAndHead,
-        number: int,
-        drafted: DraftedStep,
-        taps: Sequence[int],
-        dtype: torch.dtype,
-        only_largest: bool,
-    ) -> StartedPass:
-        """Start a step with drafts after another one that verifies, `number`, which is not joined yet.
-
-        Its rows are the nodes of the trees; the tensors have space for the most that there can be.
-        """
-        before = self._started[number]
-        drafted.read(before.copies)
-        copies, tapped = self._copies(drafted.most_rows, taps, dtype)
-        step = Step.from_buffer_copy(before.step)
-        step.count = drafted.most_rows
-        kept = (before.copies, drafted, tapped)
-        return self._start(around, step, None, None, (copies, tapped), only_largest, kept, drafted.after, drafted)
-
     def _start(
         self,
         around: EmbedAndHead,
@@ -142,7 +120,6 @@ class FusedLayers(PackedLayers):
         only_largest: bool,
         kept: tuple[object, ...],
         verification: Verification | None = None,
-        drafted: DraftedStep | None = None,
     ) -> StartedPass:
         """`kept` has what `step` and `copies` point to."""
         count = step.count
@@ -165,10 +142,7 @@ class FusedLayers(PackedLayers):
         model = (ctypes.byref(around.struct), self.structs, len(self.structs), ctypes.byref(self.sizes))
         run = (ctypes.byref(step), ctypes.byref(where), ctypes.byref(copies[1]))
         threads = num_threads(self.num_bytes + around.num_bytes)
-        if drafted is None:
-            number = self.kernels.start_forward(*model, *run, threads)
-        else:
-            number = self.kernels.start_drafted(*model, *run, ctypes.byref(drafted.struct), threads)
+        number = self.kernels.start_forward(*model, *run, threads)
         kept = (around, token_ids, places, hidden, verification, *kept)
         started = StartedPass(number, final, logits, copies[0], step, kept)
         self._started[number] = started
@@ -178,10 +152,6 @@ class FusedLayers(PackedLayers):
         """Wait for a pass and those before it, and help with them."""
         self.kernels.join(number)
         self._started.pop(number, None)
-
-    def cancel(self, number: int) -> None:
-        """Nobody reads the pass's results: if it has begun, leave out the rest. It must be joined all the same."""
-        self.kernels.cancel(number)
 
     def _copies(self, count: int, taps: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Taps]:
         """(copies of the stream to be filled, where they lie)."""

@@ -14,7 +14,6 @@ from specray.ops.cpu.build import BuildError, build
 from specray.ops.cpu.structs import (
     Arena,
     Committed,
-    DraftedStep,
     DraftNetwork,
     DraftTrees,
     EmbedAndHead,
@@ -30,6 +29,7 @@ from specray.ops.cpu.structs import (
     Step,
     StepRows,
     Taps,
+    check_layouts,
 )
 
 logger = logging.getLogger(__name__)
@@ -40,6 +40,7 @@ class Kernels:
 
     def __init__(self, path: Path) -> None:
         self._library = ctypes.CDLL(str(path))
+        check_layouts(self._function("layouts", returns=c_char_p)().decode())
         self.target: str = self._function("target", returns=c_char_p)().decode()
         self.lanes: int = self._function("lanes", returns=c_int32)()  # output channels of a block
         self.block_bytes = self._function("block_bytes", c_int32, c_int32, returns=c_int64)
@@ -67,8 +68,7 @@ class Kernels:
         self.layers = self._function("layers", *of_layers, *[c_void_p] * 2, POINTER(Taps), c_int32)
         of_pass = (POINTER(EmbedAndHead), *of_layers, POINTER(Pass), POINTER(Taps))
         self.start_forward = self._function("start_forward", *of_pass, c_int32, returns=c_int64)
-        self.start_drafted = self._function("start_drafted", *of_pass, POINTER(DraftedStep), c_int32, returns=c_int64)
-        self.join, self.cancel = self._function("join", c_int64), self._function("cancel", c_int64)
+        self.join = self._function("join", c_int64)
         self.norm = self._function("norm", c_void_p, c_void_p, c_int32, c_int64, c_int32, c_float, c_void_p, c_int32)
         self.likeliest = self._function("likeliest", c_void_p, c_int64, c_int64, c_int32, c_void_p, c_void_p)
         of_logits = (c_void_p, c_int32, c_int64, c_int64)

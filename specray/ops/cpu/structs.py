@@ -2,6 +2,7 @@
 
 import ctypes
 from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
+from itertools import zip_longest
 
 import torch
 
@@ -237,26 +238,6 @@ class Growth(ctypes.Structure):
     )
 
 
-class DraftedStep(ctypes.Structure):
-    """`DraftedStep` in drafted_step.h."""
-
-    _fields_ = (
-        ("before", Verification),
-        ("hidden_states", c_void_p),
-        ("type", c_int32),
-        ("columns", c_int32),
-        ("network", POINTER(DraftNetwork)),
-        ("growth", Growth),
-        ("most", c_void_p),
-        ("least", c_void_p),
-        ("tokens", c_void_p),
-        ("parents", c_void_p),
-        ("numbers", c_void_p),
-        ("report", c_void_p),
-        ("draft_seconds", c_void_p),
-    )
-
-
 class Committed(ctypes.Structure):
     """`Committed` in draft.h."""
 
@@ -295,3 +276,24 @@ class PendingTrees(ctypes.Structure):
         ("scores", c_void_p),
         ("width", c_int64),
     )
+
+
+def layouts() -> str:
+    """The layout of these structs, in the form of layouts.h."""
+    return "".join(_layout(struct) for struct in ctypes.Structure.__subclasses__() if struct.__module__ == __name__)
+
+
+def check_layouts(compiled: str) -> None:
+    """Raises RuntimeError if the compiled library has other structs: its kernels would read wrong memory."""
+    for ours, theirs in zip_longest(layouts().splitlines(), compiled.splitlines(), fillvalue="nothing"):
+        if ours != theirs:
+            raise RuntimeError(
+                f"the struct {ours.split()[0]} of structs.py is not that of the compiled kernels: {ours!r} here, "
+                f"{theirs!r} there; change both alike, and layouts.h"
+            )
+
+
+def _layout(struct: type[ctypes.Structure]) -> str:
+    fields = [(name, getattr(struct, name)) for name, *_ in struct._fields_]
+    parts = [f"{name} {field.offset} {field.size}" for name, field in fields]
+    return f"{struct.__name__} {ctypes.sizeof(struct)} {' '.join(parts)}\n"

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from specray.ops.attention import Attend
 from specray.ops.cpu.attention import PagedAttend, PagedAttention
-from specray.ops.cpu.drafted_step import PlannedDrafts
 from specray.ops.cpu.packed_network import PackedNetwork
 from specray.ops.cpu.pointer import pointer
 from specray.ops.cpu.steps import TableKernels
@@ -132,19 +131,6 @@ class TreeNetwork(PackedNetwork):
         )
         return trees
 
-    def plan(
-        self, attention: PagedAttention, count: int, limits: TreeLimits, options: TreeOptions
-    ) -> PlannedDrafts | None:
-        """The same for `count` requests of which it is not known yet what they commit.
-
-        None if the network does not fuse hidden states. The positions of the roots in `options` are not used.
-        """
-        if not self.fuses:
-            return None
-        growth, noise = self._growth(attention, count, limits, options, None)
-        kept = (self, attention, options.scratch, *noise)
-        return PlannedDrafts(limits.num_levels, limits.num_drafts, self._struct, growth, kept)
-
     def grow(
         self, attention: PagedAttention, requests: TreeRequests, limits: TreeLimits, options: TreeOptions
     ) -> GrownTrees:
@@ -168,7 +154,7 @@ class TreeNetwork(PackedNetwork):
         count: int,
         limits: TreeLimits,
         options: TreeOptions,
-        trees: GrownTrees | None,
+        trees: GrownTrees,
     ) -> tuple[Growth, list[Tensor | None]]:
         """The struct without what the trees grow from, and what must live as long as it."""
         scratch = options.scratch
@@ -189,8 +175,9 @@ class TreeNetwork(PackedNetwork):
             seeds=pointer(noise[0]),
             ends=pointer(noise[1]),
             temperature=pointer(noise[2]),
+            tokens=pointer(trees.tokens),
+            parents=pointer(trees.parents),
+            scores=pointer(trees.scores),
+            num_nodes=pointer(trees.num_nodes),
         )
-        if trees is not None:
-            growth.tokens, growth.parents = pointer(trees.tokens), pointer(trees.parents)
-            growth.scores, growth.num_nodes = pointer(trees.scores), pointer(trees.num_nodes)
         return growth, noise

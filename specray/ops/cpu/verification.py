@@ -39,8 +39,7 @@ class Verification:
         tokens, parents, num_nodes, max_depth = trees
         count, width = tokens.shape
         self.outcome = torch.empty(count, 2 + 2 * (max_depth + 1), dtype=torch.int64)
-        self._requests = table, pool, slots, sampling
-        self._trees = trees  # the struct has the addresses of all of these
+        self._kept = table, pool, slots, sampling, trees  # the struct has the addresses of all of these
         walked = structs.DraftTrees(count, width, max_depth, 0, *map(pointer, (tokens, parents, num_nodes)))
         if sampling:
             addresses = map(pointer, sampling)
@@ -61,10 +60,6 @@ class Verification:
         tokens, parents, num_nodes, max_depth = trees
         parts = (tokens.contiguous(), parents.contiguous(), num_nodes.contiguous())
         return cls(table, pool, slots.contiguous(), options, VerifiedTrees(*parts, max_depth))
-
-    def of_trees(self, trees: VerifiedTrees) -> "Verification":
-        """The same for other trees of the same requests."""
-        return Verification(*self._requests, trees)
 
     def address(self, vocab_size: int) -> "ctypes._Pointer[structs.Verification]":
         """Of the struct, for logits of so many columns."""

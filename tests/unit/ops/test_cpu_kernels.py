@@ -16,6 +16,7 @@ from specray.ops.cpu.library import Kernels, kernels
 from specray.ops.cpu.matrix import GatedMatrix, PackedMatrix
 from specray.ops.cpu.norm import rms_norm
 from specray.ops.cpu.pointer import pointer
+from specray.ops.cpu.structs import check_layouts, layouts
 from specray.ops.grouped_weight import GroupedWeight, Weight, concatenated, to_int4, to_int8
 from specray.ops.likeliest import likeliest
 from specray.ops.noise import gumbel, noise_keys
@@ -218,3 +219,20 @@ def test_the_likeliest_tokens_of_a_row_with_nan_have_nan_probabilities() -> None
     probs, _ = likeliest(logits, 4)
     assert probs[1].isnan().all()
     assert probs[[0, 2]].isfinite().all()
+
+
+def test_a_library_whose_structs_differ_is_not_used(own: Kernels) -> None:
+    """A kernel would read a field where another one lies."""
+    compiled = own._library.specray_layouts().decode()
+    check_layouts(compiled)
+    moved = compiled.replace(" outs 4 4 ins 8 4", " ins 4 4 outs 8 4")
+    assert moved != compiled
+    for text in (
+        moved,
+        compiled.replace("DraftTrees 104", "DraftTrees 112"),
+        compiled[: compiled.rindex("PendingTrees")],
+    ):
+        assert text != compiled
+        with pytest.raises(RuntimeError, match="is not that of the compiled kernels"):
+            check_layouts(text)
+    assert layouts() == compiled

@@ -30,15 +30,6 @@ LAYERS = [
 ]
 # Where threads part the work has nothing to do with instructions, but a sanitizer can find that they go too far.
 THREADS = [layer.replace("chunks of 16", "two threads") for layer in LAYERS]
-AHEAD = [
-    f"tests/unit/worker/test_drafted_steps.py::{test}"
-    for test in (
-        "test_the_drafts_and_their_verification_are_the_same[2 threads-EAGLE3-wide-3-both]",
-        "test_the_drafts_and_their_verification_are_the_same[2 threads-PARALLEL-3-both]",
-        "test_the_head_has_read_all_of_a_request_that_ended[2 threads-with another request]",
-        "test_logits_that_are_not_finite_end_their_request_alone[2 threads-0]",
-    )
-]
 READ_ROWS = [f"tests/unit/worker/test_read_rows.py::test_a_{what}_computes_what_is_read" for what in ("pass", "head")]
 TREES = [
     f"tests/unit/spec_decode/test_eagle.py::test_trees_equal_the_reference_with_and_without_a_cached_prefix[{head}]"
@@ -121,7 +112,7 @@ def test_no_sanitizer_finds_anything() -> None:
         pytest.skip("the compiler has no sanitizers")
     flags = "-fsanitize=address,undefined -fno-sanitize-recover=all -O1"
     options = "detect_leaks=0:print_legend=0"
-    tests = [*THREADS, *AHEAD, *READ_ROWS, *OF_KERNELS]
+    tests = [*THREADS, *READ_ROWS, *OF_KERNELS]
     shown = run_tests_with_library(runtime, tests, SPECRAY_KERNEL_FLAGS=flags, ASAN_OPTIONS=options)
     assert "skipped" not in shown
 
