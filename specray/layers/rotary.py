@@ -1,5 +1,7 @@
 """Rotary positions in the half-split form: pairs are (x[i], x[i + dim/2])."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
@@ -8,10 +10,37 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from specray.errors import ConfigError
 from specray.ops.gpu import uses_triton
 
-# Kinds whose frequencies do not depend on the length of the request.
-_KINDS = ("default", "linear", "llama3", "yarn")
+# Up to the original context, the frequencies of the last two kinds do not depend on the length of the request.
+_KINDS = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 MAX_THETA = 1e30
 _MAX_BYTES = 2 << 30  # of the tables: 2 million positions of 128 dimensions
+
+
+def num_positions(config: PretrainedConfig) -> int:
+    """Positions for which the checkpoint's kind of RoPE was made, or those for which it is computed here if fewer.
+
+    Scaling multiplies the original context by its factor: YaRN's is often larger than max_position_embeddings, as in
+    Qwen3's recipe.
+    """
+    rope, stored = _rope(config), int(config.max_position_embeddings)
+    kind, factor = rope.get("rope_type", "default"), rope.get("factor") or 1.0
+    original = rope.get("original_max_position_embeddings") or stored
+    for name, value in (("factor", factor), ("original_max_position_embeddings", original)):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 2**31:
+            raise ConfigError(f"the checkpoint's rope parameter {name}={value!r} must be a number above 0; correct it")
+    if kind == "linear":
+        return int(stored * factor)
+    if kind == "yarn":
+        return max(stored, int(original * factor))
+    return int(original) if kind == "longrope" else stored
+
+
+def has_fixed_length(config: PretrainedConfig) -> bool:
+    """Whether the frequencies of the checkpoint's RoPE change once a request is longer than `num_positions`.
+
+    Such a request's KV would depend on how long the request becomes.
+    """
+    return _rope(config).get("rope_type") in ("dynamic", "longrope")
 
 
 class RotaryEmbedding:
@@ -25,6 +54,11 @@ class RotaryEmbedding:
             raise ConfigError(
                 f"tables of rotary positions for a context of {max_positions} tokens would take more than "
                 f"{_MAX_BYTES >> 30} GiB; set context_length <= {longest}"
+            )
+        if has_fixed_length(config) and max_positions > num_positions(config):
+            raise ConfigError(
+                f"rope_type={_rope(config)['rope_type']} is computed for {num_positions(config)} positions, the "
+                f"original context, not for {max_positions}; set context_length <= {num_positions(config)}"
             )
         frequencies, scale = _frequencies(config, head_dim)
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
@@ -48,9 +82,13 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     x.mul_(cos).addcmul_(swapped, sin)
 
 
+def _rope(config: PretrainedConfig) -> dict[str, Any]:
+    return dict(config.rope_parameters or {})
+
+
 def _frequencies(config: PretrainedConfig, head_dim: int) -> tuple[Tensor, float]:
     """Inverse frequencies [dim / 2] and the attention scale of the checkpoint's kind of RoPE."""
-    rope = dict(config.rope_parameters or {})
+    rope = _rope(config)
     kind = rope.get("rope_type", "default")
     if kind not in _KINDS:
         raise ConfigError(f"the checkpoint uses rope_type={kind!r}; supported are {', '.join(_KINDS)}")

@@ -5,6 +5,7 @@ of a layer.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from torch import Tensor, nn
 from transformers import PretrainedConfig
@@ -17,7 +18,7 @@ from specray.layers.parallel import RankGroup
 from specray.layers.rotary import RotaryEmbedding
 from specray.models.decoder_layer import DecoderLayer, FeedForward
 from specray.models.fused_forward import FusedForward
-from specray.models.loading import Loader
+from specray.models.loading import EMBEDDING, Loader
 from specray.models.target_model import BEFORE_FINAL_NORM, ModelShape, StepForward
 from specray.ops.attention import Attend, AttentionBackend
 from specray.ops.cpu.attention import PagedAttend, PagedAttention
@@ -34,14 +35,14 @@ class CausalLM(nn.Module):
         super().__init__()
         shape = self.shape_of(config, loader.group)
         vocab = (shape.vocab_size, shape.hidden_size)
-        self.shape = shape
-        self.embedding = VocabEmbedding(loader.vocab("model.embed_tokens.weight", vocab), loader.group)
+        output = loader.output_name(shape.tied)
+        self.shape = replace(shape, tied=output == EMBEDDING)
+        self.embedding = VocabEmbedding(loader.vocab(EMBEDDING, vocab), loader.group)
         self.layers = nn.ModuleList(
             self.layer(config, loader, f"model.layers.{index}.", index) for index in range(shape.num_layers)
         )
         self.norm = RMSNorm(loader.tensor("model.norm.weight", (shape.hidden_size,)), shape.eps)
-        tied = shape.tied or "lm_head.weight" not in loader
-        head = loader.vocab_weight("model.embed_tokens.weight" if tied else "lm_head.weight", vocab)
+        head = loader.vocab_weight(output, vocab)
         is_screened = loader.screens_output and loader.group.size == 1
         self.head = VocabHead(head, shape.vocab_size, loader.group, loader.quantization, is_screened)
         self.max_positions = max_positions

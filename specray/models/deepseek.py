@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from specray.errors import ConfigError
 from specray.layers.linear import ColumnParallelLinear, RowParallelLinear
 from specray.layers.mla import LatentAttention, LatentSizes, half_split
 from specray.layers.module import Layer
@@ -44,7 +43,6 @@ class Deepseek(CausalLM):
 
     @classmethod
     def shape_of(cls, config: PretrainedConfig, group: RankGroup) -> DeepseekShape:
-        _check(config)
         heads = group.share(config.num_attention_heads)
         latent = LatentSizes(config.kv_lora_rank, config.qk_rope_head_dim, config.qk_nope_head_dim, config.v_head_dim)
         return DeepseekShape(
@@ -156,19 +154,3 @@ def _long_context_scale(config: PretrainedConfig) -> float:
     if rope.get("rope_type", "default") == "default" or not strength or stretch <= 1:
         return 1.0
     return float((0.1 * strength * math.log(stretch) + 1.0) ** 2)
-
-
-def _check(config: PretrainedConfig) -> None:
-    """ConfigError for settings that no known checkpoint uses and this code does not compute."""
-    methods = {"deepseek_v2": ("greedy", "group_limited_greedy"), "deepseek_v3": ("noaux_tc",)}[config.model_type]
-    for name, known in (
-        ("topk_method", methods),
-        ("attention_bias", (False,)),
-        ("moe_layer_freq", (1,)),
-        ("hidden_act", ("silu",)),
-    ):
-        value = getattr(config, name, known[0])
-        if value not in known:
-            raise ConfigError(
-                f"config.json of the DeepSeek target has {name}={value!r}; served are {', '.join(map(repr, known))}"
-            )

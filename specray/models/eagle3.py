@@ -16,8 +16,8 @@ from specray.models.eagle_layers import EagleLayers
 from specray.models.eagle_parts import full_head, load_embedding, load_rotary, target_ids
 from specray.models.fused import StateLayers, tree_network
 from specray.models.llama_shape import LlamaShape
-from specray.models.loading import Loader
-from specray.models.target_matrices import HEAD, TargetMatrices
+from specray.models.loading import HEAD, Loader
+from specray.models.target_matrices import TargetMatrices
 from specray.ops.attention import Attend, AttentionBackend
 from specray.ops.cpu.attention import PagedAttention
 from specray.ops.gpu import uses_triton

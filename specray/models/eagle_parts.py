@@ -10,8 +10,8 @@ from specray.layers.parallel import RankGroup
 from specray.layers.rotary import RotaryEmbedding
 from specray.models.eagle_files import HeadConfig, TensorNames
 from specray.models.llama_shape import LlamaShape
-from specray.models.loading import Loader
-from specray.models.target_matrices import HEAD, TargetMatrices
+from specray.models.loading import HEAD, Loader
+from specray.models.target_matrices import TargetMatrices
 
 
 def fusion_linear(

@@ -11,6 +11,8 @@ from specray.layers.parallel import RankGroup
 from specray.models.weights import WeightReader
 from specray.ops.grouped_weight import GroupedWeight, Weight
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
 
 class Loader:
     """Takes tensors from a WeightReader for one rank of `group`.
@@ -89,6 +91,20 @@ class Loader:
         """The same as a matrix for a linear layer (see `weight`)."""
         grouped = self._grouped(name, shape) if self.group.size == 1 else None
         return self.vocab(name, shape) if grouped is None else grouped
+
+    def output_name(self, tied: bool) -> str:
+        """The tensor of the output matrix: lm_head.weight if it is stored, even if config.json says `tied`.
+
+        transformers 5 and later reads a checkpoint so. ConfigError if there is none and it is not the embedding either.
+        """
+        if HEAD in self:
+            return HEAD
+        if not tied:
+            raise ConfigError(
+                f"{self.folder}: tie_word_embeddings=false in config.json, but the checkpoint has no tensor {HEAD}; "
+                "fetch the missing weight file, or set tie_word_embeddings: true if the model shares its embedding"
+            )
+        return EMBEDDING
 
     def names(self) -> list[str]:
         return sorted(self._reader.names())

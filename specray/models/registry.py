@@ -9,7 +9,9 @@ from transformers import AutoConfig, PretrainedConfig
 from specray.config import EngineConfig
 from specray.errors import ConfigError
 from specray.layers.parallel import RankGroup
+from specray.layers.rotary import has_fixed_length, num_positions
 from specray.models.causal_lm import CausalLM
+from specray.models.config_keys import check_keys
 from specray.models.deepseek import Deepseek
 from specray.models.fused import are_row_wise, embed_and_head, fused_decoder
 from specray.models.fused_forward import FusedForward
@@ -51,15 +53,9 @@ MAX_LAYERS = 10_000
 def load_config(folder: Path) -> PretrainedConfig:
     """The checkpoint's config.json. ConfigError if the architecture is not supported."""
     config = _read_config(folder)
-    names = _architectures(config)
-    if not names or names[0] not in MODELS:
-        raise ConfigError(
-            f"{folder}: architectures={names} is not supported; choose a model of one of {', '.join(MODELS)}"
-        )
+    _check_architecture(folder, next(iter(_architectures(config)), None))
     _check_numbers(folder, config)
-    for option in ("mlp_bias", "attention_out_bias"):
-        if getattr(config, option, False):
-            raise ConfigError(f"{folder}: config.json sets {option}, which is not supported; choose another model")
+    check_keys(folder / "config.json", config)
     checkpoint_format(folder)  # refuses unknown ones before any weight is read
     return config
 
@@ -70,18 +66,31 @@ def shape_of(config: PretrainedConfig, group: RankGroup) -> ModelShape:
 
 
 def context_length(config: PretrainedConfig, wanted: int | None) -> int:
-    """Longest prompt and output together: `wanted`, or the checkpoint's own. ConfigError if `wanted` is longer.
+    """Longest prompt and output together: `wanted`, or the longest possible. ConfigError if `wanted` is longer.
 
-    A sliding window limits the context: within it, attention is full and the output exact.
+    YaRN and linear scaling extend the context by their factor. A sliding window limits it: within the window,
+    attention is full and the output exact.
     """
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    longest = min(config.max_position_embeddings, window or config.max_position_embeddings)
+    longest, reason = num_positions(config), "that the checkpoint supports"
+    window = _window(config)
+    if window is not None and window < longest:
+        longest, reason = window, "of its sliding window, beyond which SpecRay does not compute such layers yet"
+    elif has_fixed_length(config):
+        reason = f"for which SpecRay computes rope_type={config.rope_parameters['rope_type']}"
     if wanted is not None and wanted > longest:
         raise ConfigError(
-            f"context_length={wanted} is more than the {longest} positions the checkpoint supports; "
+            f"context_length={wanted} is more than the {longest} positions {reason}; "
             f"set context_length <= {longest} or leave it out"
         )
     return wanted or longest
+
+
+def _window(config: PretrainedConfig) -> int | None:
+    """Positions that a layer with a sliding window attends to; None if there is no such layer."""
+    layers = getattr(config, "layer_types", None)
+    is_used = getattr(config, "use_sliding_window", True) and (not layers or "sliding_attention" in layers)
+    window: int | None = getattr(config, "sliding_window", None)
+    return window if is_used else None
 
 
 def check_ranks(config: PretrainedConfig, tp_size: int) -> None:
@@ -147,6 +156,9 @@ def _read_config(folder: Path) -> PretrainedConfig:
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         content, known = None, None  # transformers raises an error that describes the problem
     _check_layers(folder, content)
+    names = content.get("architectures") if isinstance(content, dict) else None
+    if isinstance(names, list) and names:
+        _check_architecture(folder, str(names[0]))  # first: transformers may not know the model type either
     try:
         if known is not None:
             return known.from_dict(content)
@@ -156,6 +168,14 @@ def _read_config(folder: Path) -> PretrainedConfig:
             f"{folder / 'config.json'} cannot be used: {' '.join(str(error).split())}; fetch it again"
         ) from error
     return config
+
+
+def _check_architecture(folder: Path, name: str | None) -> None:
+    if name not in MODELS:
+        raise ConfigError(
+            f"{folder}: config.json has architectures=[{name or ''}], which is not supported; choose a model of one of "
+            f"{', '.join(MODELS)}"
+        )
 
 
 def _config_class(model_type: object) -> type[PretrainedConfig] | None:

@@ -7,10 +7,8 @@ from torch import Tensor
 
 from specray.layers.linear import VocabEmbedding, VocabHead
 from specray.layers.parallel import RankGroup
-from specray.models.loading import Loader
+from specray.models.loading import EMBEDDING, HEAD, Loader
 from specray.models.target_model import ModelShape, TargetModel
-
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class TargetMatrices:
@@ -66,9 +64,8 @@ class TargetMatrices:
             return self._target.embedding.weight
         loader = Loader(self._folder, self._load_format, self.dtype, self.device)
         try:
-            if self.shape.tied or name not in loader:
-                name = EMBEDDING
-            return loader.tensor(name, (self.shape.vocab_size, self.shape.hidden_size))
+            stored = loader.output_name(self.shape.tied) if name == HEAD else name
+            return loader.tensor(stored, (self.shape.vocab_size, self.shape.hidden_size))
         finally:
             loader.close()
 

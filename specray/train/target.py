@@ -1,6 +1,6 @@
 """The parts of a target that training uses. Its hidden states come from `shards`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -12,7 +12,7 @@ from specray.layers.parallel import RankGroup
 from specray.layers.rotary import RotaryEmbedding
 from specray.models.files import resolve_model
 from specray.models.llama_shape import LlamaShape
-from specray.models.loading import Loader
+from specray.models.loading import EMBEDDING, Loader
 from specray.models.registry import load_config
 
 
@@ -47,15 +47,15 @@ def load_target(name: str, dtype: torch.dtype, device: torch.device, num_positio
     loader = Loader(folder, "auto", dtype, device)
     try:
         vocab = (shape.vocab_size, shape.hidden_size)
-        embedding = loader.tensor("model.embed_tokens.weight", vocab)
-        tied = shape.tied or "lm_head.weight" not in loader
+        embedding = loader.tensor(EMBEDDING, vocab)
+        output = loader.output_name(shape.tied)
         return Target(
             name=name,
             folder=folder,
             config=config,
-            shape=shape,
+            shape=replace(shape, tied=output == EMBEDDING),
             embedding=embedding,
-            head=embedding if tied else loader.tensor("lm_head.weight", vocab),
+            head=embedding if output == EMBEDDING else loader.tensor(output, vocab),
             norm=loader.tensor("model.norm.weight", (shape.hidden_size,)),
             rotary=RotaryEmbedding(config, shape.head_dim, num_positions, torch.float32, device),
             device=device,

@@ -1,0 +1,123 @@
+"""Keys of a target's config.json that change a model's arithmetic and that no code here computes.
+
+One table: each key, and the values that leave the arithmetic as it is. Any other value is refused, because the model
+would load and write nonsense. A key that this table does not name is computed, as transformers does, or changes
+nothing; a test goes through the keys of transformers' classes. Sizes are checked in `specray.models.registry`, kinds of
+rotary positions in `specray.layers.rotary`.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from specray.errors import ConfigError
+
+_SILU = ("silu", "swish")
+# Every model type's, and those of architectures that other engines serve with the Llama family's code.
+NOT_COMPUTED: Mapping[str, tuple[object, ...]] = {
+    # activations, biases and norms
+    "hidden_act": _SILU,
+    "hidden_activation": _SILU,
+    "activation_function": _SILU,
+    "mlp_bias": (False,),
+    "attention_out_bias": (False,),
+    "use_bias": (False,),
+    "lm_head_bias": (False,),
+    "clip_qkv": (None,),
+    "swiglu_limit": (None,),
+    "use_post_norm": (False,),
+    "apply_residual_connection_post_layernorm": (False,),
+    "parallel_attn": (False,),
+    "use_parallel_residual": (False,),
+    # scales and caps
+    "embedding_multiplier": (1,),
+    "scale_emb": (1,),
+    "scale_embedding": (False,),
+    "residual_multiplier": (1,),
+    "scale_depth": (),
+    "attention_multiplier": (),
+    "query_pre_attn_scalar": (),
+    "logits_scaling": (1,),
+    "logit_scale": (1,),
+    "lm_head_multiplier": (1,),
+    "dim_model_base": (),
+    "attn_logit_softcapping": (0,),
+    "attn_logit_softcap": (0,),
+    "final_logit_softcapping": (0,),
+    # attention
+    "attention_chunk_size": (0,),
+    "alibi": (False,),
+    "is_causal": (True,),
+    "use_bidirectional_attention": (False,),
+    "num_kv_shared_layers": (0,),
+    "attention_sink": (False,),
+    "attention_value_scale": (1,),
+    # rotary positions
+    "partial_rotary_factor": (1,),
+    "rotary_pct": (1,),
+    "rope_scaling_factor": (1,),
+    "rope_local_base_freq": (),
+    "use_rope": (True,),
+    "no_rope_layer_interval": (0,),
+    "rope_interleaved": (False,),
+    # experts
+    "num_zero_experts": (0,),
+    "zero_expert_num": (0,),
+    "shared_expert_intermediate_size": (0,),
+    "shared_intermediate_size": (0,),
+}
+# Keys that only some model types compute, and the values that they do not need to.
+NOT_COMPUTED_BY: Mapping[str, Mapping[str, tuple[object, ...]]] = {
+    "llama": {"qk_norm": (False,), "use_qk_norm": (False,), "qk_layernorm": (False,), "num_local_experts": (0, 1)},
+    "mistral": {"attention_bias": (False,), "qk_norm": (False,), "use_qk_norm": (False,)},
+    "mixtral": {"attention_bias": (False,), "qk_norm": (False,), "use_qk_norm": (False,)},
+    "deepseek_v2": {
+        "attention_bias": (False,),
+        "moe_layer_freq": (1,),
+        "topk_method": ("greedy", "group_limited_greedy"),
+        "scoring_func": ("softmax",),
+        "norm_topk_prob": (False,),  # transformers ignores it, DeepSeek's own code does not
+    },
+    "deepseek_v3": {
+        "attention_bias": (False,),
+        "moe_layer_freq": (1,),
+        "topk_method": ("noaux_tc",),
+        "scoring_func": ("sigmoid",),
+    },
+}
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+def check_keys(path: Path, config: PretrainedConfig) -> None:
+    """ConfigError for the first key of `path` that changes the arithmetic in a way that is not computed."""
+    refused = {**NOT_COMPUTED, **NOT_COMPUTED_BY.get(str(config.model_type), {})}
+    for name, neutral in refused.items():
+        _check(path, name, getattr(config, name, None), neutral)
+    rope: Any = config.rope_parameters or {}
+    _check(path, "rope_parameters.partial_rotary_factor", rope.get("partial_rotary_factor"), (1,))
+    other = sorted(set(map(str, getattr(config, "layer_types", None) or ())) - _LAYER_TYPES)
+    if other:
+        raise ConfigError(
+            f"{path}: layer_types has {other[0]!r}; served are layers of {' and '.join(sorted(_LAYER_TYPES))}; choose "
+            "another model"
+        )
+    without_rope = [
+        layer for layer, uses_rope in enumerate(getattr(config, "no_rope_layers", None) or ()) if not uses_rope
+    ]
+    if without_rope:
+        raise ConfigError(
+            f"{path}: no_rope_layers takes the rotary positions from layer {without_rope[0]}, which is not supported; "
+            "choose another model"
+        )
+
+
+def _check(path: Path, name: str, value: object, neutral: tuple[object, ...]) -> None:
+    if value is None or value in neutral:
+        return
+    served = " or ".join(map(repr, neutral)) if neutral else "no value"
+    raise ConfigError(
+        f"{path}: {name}={value!r} changes what the model computes and is not supported (only {served} is); "
+        "choose another model"
+    )

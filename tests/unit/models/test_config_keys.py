@@ -1,0 +1,270 @@
+"""Each key of config.json is computed as transformers does, changes nothing, or is refused with its name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from specray.errors import ConfigError
+from specray.models.config_keys import NOT_COMPUTED, NOT_COMPUTED_BY
+from specray.models.registry import context_length, load_config
+from specray.models.target_matrices import TargetMatrices
+from specray.sampling_params import SamplingParams
+from tests.support.architectures import spread
+from tests.support.engine import generate
+from tests.support.toy import BOS, CONTEXT, EOS, VOCAB_SIZE, toy_tokenizer
+from tests.unit.models.test_architectures import TOKENS, change_config, load, logits
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+    "tie_word_embeddings": False,
+    "dtype": "float32",
+}
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 12,
+    "q_lora_rank": 20,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 6,
+    "v_head_dim": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+}
+_MOE: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_experts": 6, "head_dim": 8}
+_CLASSES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
+    "llama": (LlamaConfig, {}),
+    "mistral": (MistralConfig, {"sliding_window": None, "head_dim": 8}),
+    "qwen2": (Qwen2Config, {}),
+    "qwen3": (Qwen3Config, {"head_dim": 16}),
+    "mixtral": (MixtralConfig, {"num_local_experts": 4, "head_dim": 8}),
+    "qwen3_moe": (Qwen3MoeConfig, _MOE),
+    "deepseek_v2": (DeepseekV2Config, _LATENT | {"topk_method": "group_limited_greedy"}),
+    "deepseek_v3": (DeepseekV3Config, _LATENT),
+}
+# Keys of training, of generation, of other libraries, and those that follow from others.
+_HARMLESS = {
+    *("initializer_range", "use_cache", "attention_dropout", "pretraining_tp", "output_router_logits"),
+    *("router_aux_loss_coef", "router_jitter_noise", "pad_token_id", "bos_token_id", "eos_token_id", "qk_head_dim"),
+    "num_nextn_predict_layers",  # read by MTP
+}
+# Keys that are computed, and another value of each.
+_COMPUTED: dict[str, Any] = {
+    "vocab_size": 70,
+    "hidden_size": 40,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 0.3,
+    "tie_word_embeddings": True,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 500.0,
+        "factor": 2.0,
+        "original_max_position_embeddings": 16,
+        "beta_fast": 8,
+        "beta_slow": 2,
+        "attention_factor": 1.3,
+        "truncate": False,
+    },
+    "attention_bias": True,
+    "head_dim": 12,
+    "sliding_window": 64,
+    "use_sliding_window": True,
+    "max_window_layers": 1,
+    "layer_types": ["full_attention", "sliding_attention"],
+    "num_local_experts": 5,
+    "num_experts": 5,
+    "num_experts_per_tok": 3,
+    "decoder_sparse_step": 2,
+    "mlp_only_layers": [0],
+    "moe_intermediate_size": 20,
+    "norm_topk_prob": True,
+    "first_k_dense_replace": 0,
+    "kv_lora_rank": 16,
+    "q_lora_rank": None,
+    "n_group": 2,
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "n_routed_experts": 12,
+    "n_shared_experts": 2,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 10,
+    "routed_scaling_factor": 2.5,
+    "rope_interleave": False,
+}
+_ADJUSTED = {  # further keys that a value needs
+    "use_sliding_window": {"sliding_window": 64, "max_window_layers": 1},
+    "sliding_window": {"use_sliding_window": True, "max_window_layers": 1},
+    "layer_types": {"sliding_window": 64, "use_sliding_window": True},
+    "max_window_layers": {"sliding_window": 64, "use_sliding_window": True},
+}
+_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8}  # latent attention has no groups of heads
+_OF_LATENT_ATTENTION = dict.fromkeys(_HEADS, _HEADS)
+
+
+def keys() -> list[tuple[str, str]]:
+    common = set(vars(PretrainedConfig()))
+    return [(kind, key) for kind, (make, _) in _CLASSES.items() for key in vars(make()) if key not in common]
+
+
+def write(kind: str, folder: Path, **changes: Any) -> torch.Tensor:
+    """A random model of transformers; its logits."""
+    make, options = _CLASSES[kind]
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(make(**_SIZES | options | changes)).float().eval()
+    for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.is_floating_point() and "inv_freq" not in key:
+            spread(key, tensor)
+    model.save_pretrained(folder)
+    toy_tokenizer().save_pretrained(folder)
+    with torch.inference_mode():
+        expected: torch.Tensor = model(torch.tensor([TOKENS])).logits[0]
+    return expected
+
+
+@pytest.mark.parametrize(("kind", "key"), keys())
+def test_each_key_of_a_config_class_is_computed_or_refused_or_changes_nothing(
+    kind: str, key: str, tmp_path: Path
+) -> None:
+    is_latent = kind.startswith("deepseek")
+    if key in _HARMLESS or (is_latent and key == "head_dim"):  # qk_rope_head_dim, whatever it says
+        return
+    if key in _COMPUTED:
+        changes = (
+            {key: _COMPUTED[key]} | _ADJUSTED.get(key, {}) | (_OF_LATENT_ATTENTION.get(key, {}) if is_latent else {})
+        )
+        expected = write(kind, tmp_path, **changes)
+        if key in NOT_COMPUTED_BY.get(kind, {}) and _COMPUTED[key] not in NOT_COMPUTED_BY[kind][key]:
+            with pytest.raises(ConfigError, match=key):
+                load(tmp_path)
+        else:
+            torch.testing.assert_close(logits(load(tmp_path), TOKENS), expected, atol=1e-4, rtol=1e-4)
+        return
+    write(kind, tmp_path)
+    change_config(tmp_path, **{key: {"hidden_act": "gelu"}.get(key, True)})
+    with pytest.raises(ConfigError, match=key):
+        load_config(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["llama", "deepseek_v2"])
+@pytest.mark.parametrize("key", NOT_COMPUTED)
+def test_a_key_that_is_not_computed_is_refused_by_name_unless_its_value_changes_nothing(
+    kind: str, key: str, tmp_path: Path
+) -> None:
+    make, options = _CLASSES[kind]
+    architecture = AutoModelForCausalLM._model_mapping[make].__name__
+    config = make(**_SIZES | options, architectures=[architecture]).to_dict()
+    for value in (*NOT_COMPUTED[key], *([] if hasattr(make(), key) else [None])):
+        (tmp_path / "config.json").write_text(json.dumps({**config, key: value}))
+        load_config(tmp_path)
+    for value in ("gelu", "gelu_pytorch_tanh", "relu") if key == "hidden_act" else (0.37, "other"):
+        (tmp_path / "config.json").write_text(json.dumps({**config, key: value}))
+        with pytest.raises(ConfigError, match=f"{key}.*{value!r}"):
+            load_config(tmp_path)
+
+
+ROPE: dict[str, dict[str, Any]] = {
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    "linear": {"rope_type": "linear", "factor": 3.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "longrope": {
+        "rope_type": "longrope",
+        "factor": 4.0,
+        "short_factor": [1.0, 1.5, 2.0, 2.5],
+        "long_factor": [4.0, 5.0, 6.0, 7.0],
+        "original_max_position_embeddings": 32,
+    },
+}
+
+
+@pytest.mark.parametrize(("name", "positions"), [("yarn", 128), ("linear", 120), ("dynamic", 40), ("longrope", 32)])
+def test_logits_up_to_the_end_of_a_scaled_context_equal_those_of_transformers(
+    name: str, positions: int, tmp_path: Path
+) -> None:
+    """`max_position_embeddings` is 40 here; Qwen3's recipe for YaRN has another original length, too."""
+    make, options = _CLASSES["qwen3"]
+    config = make(
+        **_SIZES | options | {"head_dim": 8, "max_position_embeddings": 40},
+        rope_parameters={"rope_theta": 10000.0, **ROPE[name]},
+    )
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(config).float().eval()
+    for key, tensor in model.named_parameters():
+        spread(key, tensor)
+    model.save_pretrained(tmp_path)
+    toy_tokenizer().save_pretrained(tmp_path)
+    stored = load_config(tmp_path)
+    assert context_length(stored, None) == context_length(stored, positions) == positions
+    with pytest.raises(ConfigError, match=f"context_length={positions + 1} is more than the {positions} positions"):
+        context_length(stored, positions + 1)
+    tokens = (TOKENS * 11)[:positions]
+    with torch.inference_mode():
+        expected = model(torch.tensor([tokens])).logits[0]
+    torch.testing.assert_close(logits(load(tmp_path), tokens), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_only_layers_with_a_sliding_window_limit_the_context(tmp_path: Path) -> None:
+    make, options = _CLASSES["qwen2"]
+
+    def longest(**changes: Any) -> int:
+        make(**_SIZES | options | changes, architectures=["Qwen2ForCausalLM"]).save_pretrained(tmp_path)
+        return context_length(load_config(tmp_path), None)
+
+    assert longest(sliding_window=64, use_sliding_window=False) == CONTEXT
+    assert longest(sliding_window=64, use_sliding_window=True, max_window_layers=2) == CONTEXT
+    assert longest(sliding_window=64, use_sliding_window=True, max_window_layers=1) == 64
+    with pytest.raises(ConfigError, match=r"65 is more than the 64 positions of its sliding window.*SpecRay does not"):
+        context_length(load_config(tmp_path), 65)
+
+
+def test_an_output_matrix_in_the_file_is_used_although_the_embedding_is_said_to_be_shared(tmp_path: Path) -> None:
+    write("llama", tmp_path)
+    change_config(tmp_path, tie_word_embeddings=True)
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    theirs = reference.generate(torch.tensor([TOKENS]), max_new_tokens=12, do_sample=False, eos_token_id=None)
+    ours = generate(tmp_path, [TOKENS], [SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)])
+    assert ours[0].token_ids == theirs[0, len(TOKENS) :].tolist()
+    model = load(tmp_path)
+    assert not model.shape.tied
+    matrices = TargetMatrices(model.shape, CONTEXT, tmp_path, "auto", torch.float32, torch.device("cpu"), None)
+    hidden = torch.randn(3, 32)
+    torch.testing.assert_close(matrices.head(None)(hidden), model.logits(hidden))
+
+
+def test_a_missing_output_matrix_is_refused_unless_the_embedding_is_shared(tmp_path: Path) -> None:
+    """transformers would draw random weights."""
+    write("llama", tmp_path, tie_word_embeddings=True)
+    load(tmp_path)
+    change_config(tmp_path, tie_word_embeddings=False)
+    with pytest.raises(ConfigError, match=r"tie_word_embeddings=false.*no tensor lm_head.weight.*set tie_word_emb"):
+        load(tmp_path)
