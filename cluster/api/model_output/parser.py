@@ -34,9 +34,9 @@ class Parser:
         next(self._scanning, None)
         return self._sink.take()
 
-    def end(self) -> list[Event]:
-        """The events of what was withheld, at the end of the text."""
-        self._reader.end()
+    def end(self, is_cut: bool = False) -> list[Event]:
+        """The events of what was withheld, at the end of the text; `is_cut` if a limit ended it."""
+        self._reader.end(is_cut)
         next(self._scanning, None)
         self._sink.finish()
         return self._sink.take()
@@ -53,13 +53,13 @@ class MessageParser(NamedTuple):
             return list(self._with_calls(self.reasoning.feed(text)))
         return list(self._with_calls([Content(text)])) if text else []
 
-    def end(self) -> list[Event]:
+    def end(self, is_cut: bool = False) -> list[Event]:
         events = list(self._with_calls(self.reasoning.end())) if self.reasoning is not None else []
-        return events + self.calls.end() if self.calls is not None else events
+        return events + self.calls.end(is_cut) if self.calls is not None else events
 
-    def parse(self, text: str) -> list[Event]:
+    def parse(self, text: str, is_cut: bool = False) -> list[Event]:
         """All events of a whole text."""
-        return [*self.feed(text), *self.end()]
+        return [*self.feed(text), *self.end(is_cut)]
 
     def _with_calls(self, events: Iterable[Event]) -> Iterator[Event]:
         for event in events:

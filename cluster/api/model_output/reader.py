@@ -26,15 +26,17 @@ class Reader:
         self._text = ""
         self._position = 0
         self._is_ended = False
+        self.is_cut = False  # it has ended where a limit cut it, not by itself
         self._marked: list[str] | None = None
 
     def feed(self, text: str) -> None:
         self._text = self._text[self._position :] + text
         self._position = 0
 
-    def end(self) -> None:
-        """No more text follows."""
+    def end(self, is_cut: bool = False) -> None:
+        """No more text follows; `is_cut` if a limit ended it."""
         self._is_ended = True
+        self.is_cut = is_cut
 
     def mark(self) -> None:
         """Keep what is read from here on, for `marked`."""

@@ -11,9 +11,19 @@ from cluster.api.model_output.trimmer import Trimmer
 class CallSink:
     """Receives content and calls from a scanner. Whitespace beside calls is dropped."""
 
-    def __init__(self, names: Collection[str], new_id: Callable[[], str], max_calls: int | None = None) -> None:
-        """`names` of the request's functions. Calls after the first `max_calls` are dropped."""
+    def __init__(
+        self,
+        names: Collection[str],
+        new_id: Callable[[], str],
+        max_calls: int | None = None,
+        is_forced: bool = False,
+    ) -> None:
+        """`names` of the request's functions. Calls after the first `max_calls` are dropped.
+
+        `is_forced`: a grammar makes the text consist of calls, so what is no call is the start of one that was cut.
+        """
         self.num_calls = 0
+        self._is_forced = is_forced
         self._names = names
         self._new_id = new_id
         self._max_calls = max_calls
@@ -22,12 +32,17 @@ class CallSink:
         self._arguments: Callable[[str], Event] = Content
 
     def content(self, text: str) -> None:
+        if self._is_forced:
+            return
         self._buffer.text(Content, self._content.push(text))
 
-    def start(self, name: str) -> None:
-        """Begin a call. NotACallError if the request has no function of this name."""
+    def check(self, name: str) -> None:
+        """NotACallError if the request has no function of this name."""
         if name not in self._names:
             raise NotACallError
+
+    def start(self, name: str) -> None:
+        """Begin a call of a function whose name was checked."""
         number = self.num_calls
         self.num_calls += 1
         self._content = Trimmer()
@@ -44,7 +59,7 @@ class CallSink:
         return self._buffer.take()
 
     def finish(self) -> None:
-        if not self.num_calls:
+        if not self.num_calls and not self._is_forced:
             self._buffer.text(Content, self._content.held())
 
     @property

@@ -2,7 +2,7 @@
 
 from cluster.api.model_output.reader import NotACallError, Reader, Reading
 from cluster.api.tool_calls.calls import CallSink, read_call
-from cluster.api.tool_calls.json_text import copy_value
+from cluster.api.tool_calls.json_calls import scan_named
 
 _BAR = "\uff5c"  # a full-width vertical line
 CALLS_BEGIN = f"<{_BAR}tool▁calls▁begin{_BAR}>"
@@ -10,6 +10,7 @@ CALLS_END = f"<{_BAR}tool▁calls▁end{_BAR}>"
 CALL_BEGIN = f"<{_BAR}tool▁call▁begin{_BAR}>"
 CALL_END = f"<{_BAR}tool▁call▁end{_BAR}>"
 SEPARATOR = f"<{_BAR}tool▁sep{_BAR}>"
+TYPE = "function"  # of a call, before the separator in the older format
 BLOCK = "```json"
 BLOCK_END = "```"
 
@@ -29,11 +30,10 @@ def _scan_call(reader: Reader, sink: CallSink) -> Reading[None]:
     head: list[str] = []
     if (yield from reader.through((SEPARATOR,), head.append)) is None:
         raise NotACallError
-    if (yield from reader.peek()) == "{":
-        sink.start("".join(head).strip())
-        yield from copy_value(reader, sink.arguments)
+    if "".join(head).strip() == TYPE and (yield from reader.peek()) != "{":
+        yield from _scan_block(reader, sink)
     else:
-        yield from _scan_block(reader, sink)  # the head is the call's type
+        yield from scan_named(reader, sink, "".join(head).strip())
     yield from reader.skip_space()
     yield from reader.skip(CALL_END)
 
@@ -42,10 +42,6 @@ def _scan_block(reader: Reader, sink: CallSink) -> Reading[None]:
     name: list[str] = []
     if (yield from reader.through((BLOCK,), name.append)) is None:
         raise NotACallError
-    yield from reader.skip_space()
-    if (yield from reader.peek()) != "{":
-        raise NotACallError
-    sink.start("".join(name).strip())
-    yield from copy_value(reader, sink.arguments)
+    yield from scan_named(reader, sink, "".join(name).strip())
     yield from reader.skip_space()
     yield from reader.skip(BLOCK_END)

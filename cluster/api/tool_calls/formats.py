@@ -30,9 +30,9 @@ class ToolFormat(NamedTuple):
     has_text_arguments: bool = False  # the model's template expects a call's arguments as text instead of an object
     new_id: Callable[[], str] = _openai_id
 
-    def parser(self, names: Collection[str], max_calls: int | None) -> Parser:
-        """A parser of one message that may call the functions `names`."""
-        sink = CallSink(names, self.new_id, max_calls)
+    def parser(self, names: Collection[str], max_calls: int | None, is_forced: bool = False) -> Parser:
+        """A parser of one message that may call the functions `names`, or has to if `is_forced`."""
+        sink = CallSink(names, self.new_id, max_calls, is_forced)
         return Parser(lambda reader: self.scan(reader, sink), sink)
 
 

@@ -2,7 +2,7 @@
 
 from cluster.api.model_output.reader import NotACallError, Reader, Reading
 from cluster.api.tool_calls.calls import CallSink
-from cluster.api.tool_calls.json_text import copy_value, read_string
+from cluster.api.tool_calls.json_text import copy_value, read_object, read_string
 
 NO_ARGUMENTS = "{}"
 _ARGUMENT_KEYS = ("arguments", "parameters")
@@ -21,7 +21,7 @@ def scan_object(reader: Reader, sink: CallSink) -> Reading[None]:
         if key == "name":
             call.name((yield from read_string(reader)))
         elif key in _ARGUMENT_KEYS:
-            yield from scan_arguments(reader, call)
+            yield from (copy_value(reader, _ignore) if call.has_arguments else read_object(reader, call.arguments))
         else:
             yield from copy_value(reader, _ignore)
         yield from reader.skip_space()
@@ -31,43 +31,46 @@ def scan_object(reader: Reader, sink: CallSink) -> Reading[None]:
         yield from reader.expect(",")
 
 
-def scan_arguments(reader: Reader, sink: "CallSink | _ObjectCall") -> Reading[None]:
-    """Read the arguments of a call: an object, its JSON text as a string, or null."""
-    if (yield from reader.peek()) == '"':
-        sink.arguments((yield from read_string(reader)))
-    elif (yield from reader.accept("null")):
-        sink.arguments(NO_ARGUMENTS)
-    else:
-        yield from copy_value(reader, sink.arguments)
+def scan_named(reader: Reader, sink: CallSink, name: str) -> Reading[None]:
+    """Read the arguments of a call whose name was read already."""
+    call = _ObjectCall(sink)
+    call.name(name)
+    yield from reader.skip_space()
+    yield from read_object(reader, call.arguments)
 
 
 class _ObjectCall:
-    """One call: its arguments wait for its name. Keys that were seen before are ignored."""
+    """One call: it starts when its name and the first of its arguments are known."""
 
     def __init__(self, sink: CallSink) -> None:
+        self.has_arguments = False
         self._sink = sink
-        self._is_started = False
-        self._waiting: list[str] = []
-        self._has_arguments = False
+        self._name: str | None = None
+        self._waiting: list[str] = []  # arguments that came before the name
 
     def name(self, name: str) -> None:
-        if not self._is_started:
-            self._sink.start(name)
-            self._is_started = True
-            self._sink.arguments("".join(self._waiting))
+        """The first name counts."""
+        if self._name is None:
+            self._sink.check(name)
+            self._name = name
+            if self.has_arguments:
+                self._sink.start(name)
+                self._sink.arguments("".join(self._waiting))
 
     def arguments(self, text: str) -> None:
-        self._has_arguments = True
-        if self._is_started:
-            self._sink.arguments(text)
-        else:
+        if self._name is None:
             self._waiting.append(text)
+        else:
+            if not self.has_arguments:
+                self._sink.start(self._name)
+            self._sink.arguments(text)
+        self.has_arguments = True
 
     def close(self) -> None:
-        if not self._is_started:
+        if self._name is None:
             raise NotACallError
-        if not self._has_arguments:
-            self._sink.arguments(NO_ARGUMENTS)
+        if not self.has_arguments:
+            self.arguments(NO_ARGUMENTS)
 
 
 def _ignore(text: str) -> None:

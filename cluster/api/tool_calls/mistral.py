@@ -2,10 +2,9 @@
 
 import re
 
-from cluster.api.model_output.reader import NotACallError, Reader, Reading
+from cluster.api.model_output.reader import Reader, Reading
 from cluster.api.tool_calls.calls import CallSink, read_call
-from cluster.api.tool_calls.json_calls import scan_object
-from cluster.api.tool_calls.json_text import copy_value
+from cluster.api.tool_calls.json_calls import scan_named, scan_object
 
 MARKER = "[TOOL_CALLS]"
 CALL_ID = "[CALL_ID]"
@@ -50,11 +49,7 @@ def _scan_named(reader: Reader, sink: CallSink) -> Reading[None]:
     if (yield from reader.accept(CALL_ID)):
         yield from reader.run(_NAME, _ignore)
     yield from reader.accept(ARGUMENTS)
-    yield from reader.skip_space()
-    if (yield from reader.peek()) != "{":
-        raise NotACallError
-    sink.start("".join(name))
-    yield from copy_value(reader, sink.arguments)
+    yield from scan_named(reader, sink, "".join(name))
 
 
 def _ignore(text: str) -> None:

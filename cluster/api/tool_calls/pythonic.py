@@ -9,7 +9,7 @@ import re
 from cluster.api.model_output.reader import NotACallError, Reader, Reading
 from cluster.api.tool_calls import llama3
 from cluster.api.tool_calls.calls import CallSink, read_call
-from cluster.api.tool_calls.python_literals import read_literal
+from cluster.api.tool_calls.json_text import copy_value
 
 START = "<|python_start|>"
 END = "<|python_end|>"
@@ -48,19 +48,21 @@ def _scan_call(reader: Reader, sink: CallSink) -> Reading[None]:
     yield from reader.skip_space()
     name = yield from _read_name(reader)
     yield from reader.expect("(")
-    sink.start(name)
+    sink.check(name)
     yield from reader.skip_space()
+    arguments: list[str] = []
     is_last = yield from reader.accept(")")
-    opening = "{"
     while not is_last:
         keyword = yield from _read_name(reader)
         yield from reader.skip_space()
         yield from reader.expect("=")
-        value = yield from read_literal(reader)
-        sink.arguments(f"{opening}{_json(keyword)}: {_json(value)}")
-        opening = ", "
+        yield from reader.skip_space()
+        value: list[str] = []
+        yield from copy_value(reader, value.append)
+        arguments.append(f"{json.dumps(keyword, ensure_ascii=False)}: {''.join(value)}")
         is_last = yield from _read_end(reader)
-    sink.arguments("{}" if opening == "{" else "}")
+    sink.start(name)
+    sink.arguments(f"{{{', '.join(arguments)}}}")
 
 
 def _read_name(reader: Reader) -> Reading[str]:
@@ -79,10 +81,3 @@ def _read_end(reader: Reader) -> Reading[bool]:
     yield from reader.expect(",")
     yield from reader.skip_space()
     return (yield from reader.accept(")"))
-
-
-def _json(value: object) -> str:
-    try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except ValueError:  # infinity
-        raise NotACallError from None

@@ -159,9 +159,126 @@ def test_a_text_without_calls_is_unchanged(name: ToolCallParserName, text: str) 
 
 def test_arguments_are_streamed_before_the_call_is_complete() -> None:
     parser = MessageParser(calls=TOOL_FORMATS["hermes"].parser(NAMES, None))
-    assert [type(event) for event in parser.feed('<tool_call>{"name": "f"')] == [CallStart]
-    assert parser.feed(', "arguments": {"a": [1, 2') == [CallArguments(0, '{"a": [1, 2')]
-    assert parser.feed(', "x') == [CallArguments(0, ', "x')]
+    start, arguments = parser.feed('<tool_call>{"name": "f", "arguments": {"a": [1, 2')
+    assert (type(start), arguments) == (CallStart, CallArguments(0, '{"a": [1'))  # the 2 may be that of 25
+    assert parser.feed(', "x') == [CallArguments(0, ', 2, "x')]
+
+
+FORMS: dict[ToolCallParserName, str] = {
+    "hermes": '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>',
+    "llama3": '{"name": "f", "parameters": %s}',
+    "mistral": '[TOOL_CALLS][{"name": "f", "arguments": %s}]',
+    "deepseekv3": deepseek("[calls▁begin][call▁begin]function[sep]f\n```json\n%s\n```[call▁end][calls▁end]"),
+    "deepseekv31": deepseek("[calls▁begin][call▁begin]f[sep]%s[call▁end][calls▁end]"),
+}
+# what the model writes as arguments, and the object that a client gets; None: all of it is content
+ARGUMENTS: list[tuple[str, Any]] = [
+    ('""', {}),
+    ("''", {}),
+    ("null", {}),
+    ("None", {}),
+    ("[]", {}),
+    ('"null"', {}),
+    ("5", None),
+    ("true", None),
+    ('"abc"', None),
+    ('[{"x": 1}]', None),
+    ('{"x": True, "y": None}', {"x": True, "y": None}),
+    ("{'x': 1, 'y': 'it\\'s \"q\"'}", {"x": 1, "y": 'it\'s "q"'}),
+    ('{"x": 1,}', {"x": 1}),
+    ('{"x": 1 "y": [1 2,]}', {"x": 1, "y": [1, 2]}),
+    ('{"x": }', {"x": None}),
+    ("{x: abc}", {"x": "abc"}),
+    ('{"x": NaN, "y": -Infinity, "z": .5, "zip": 007}', {"x": None, "y": None, "z": 0.5, "zip": "007"}),
+    ('{"x": "a\nb\tc"}', {"x": "a\nb\tc"}),
+    ('{"x": "\\q \\x41 \\ud83d\\ude00 \\ud83d \\u00"}', {"x": "\\q A \U0001f600 \ufffd \\u00"}),
+    ('{"x": (1, 2)}', {"x": [1, 2]}),
+    ('{"x": [1}', {"x": [1]}),
+    ('"{\\"x\\": 1}"', {"x": 1}),
+    ("\"{'x': True}\"", {"x": True}),
+    ('"{} and more"', None),
+    ('{"x": %s}' % ("9" * 5000), {"x": "9" * 5000}),
+]
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(("written", "arguments"), ARGUMENTS)
+def test_arguments_that_are_no_json_object_are_corrected_or_content(
+    name: ToolCallParserName, written: str, arguments: Any
+) -> None:
+    text = FORMS[name] % written
+    content, calls = parsed(name, text)  # in characters
+    assert parsed(name, [text]) == (content, calls)
+    if arguments is None:
+        assert (content, calls) == (text, [])
+    else:
+        assert (content, [json.loads(found) for _, found in calls]) == ("", [arguments])
+
+
+def test_the_first_of_two_arguments_of_one_call_counts() -> None:
+    text = '<tool_call>{"name": "f", "arguments": {"a": 1}, "parameters": {"b": 2}, "name": "get_weather"}</tool_call>'
+    assert parsed("hermes", [text]) == ("", [("f", '{"a": 1}')])
+
+
+def test_a_model_that_ends_inside_a_call_leaves_whole_arguments_and_a_limit_does_not() -> None:
+    """Arguments that a limit cut must not look complete."""
+    text = '<tool_call>{"name": "f", "arguments": {"path": "/tmp/x", "n": [1, {"deep": "/va'
+    for is_cut in (False, True):
+        [call] = collect(MessageParser(calls=TOOL_FORMATS["hermes"].parser(NAMES, None)).parse(text, is_cut)).calls
+        assert call.arguments == '{"path": "/tmp/x", "n": [1, {"deep": "/va' + ("" if is_cut else '"}]}')
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_forced_calls_that_are_cut_leave_no_markup(name: ToolCallParserName) -> None:
+    """Wherever max_tokens cuts it: a grammar made the model call, so there is no content."""
+    text = TOOL_FORMATS[name].syntax.write([("get_weather", '{"city": "Paris"}'), ("f", "{}")])
+    for end in range(len(text) + 1):
+        parser = MessageParser(calls=TOOL_FORMATS[name].parser(NAMES, None, is_forced=True))
+        message = collect(parser.parse(text[:end], is_cut=end < len(text)))
+        assert message.content == ""
+        assert '{"city": "Paris"}'.startswith(message.calls[0].arguments if message.calls else "")
+    assert [call.name for call in message.calls] == ["get_weather", "f"]
+
+
+PIECES = [
+    *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]"),
+    *("[CALL_ID]", "[ARGS]", "```json\n", "```", "<|python_start|>", "<|python_end|>", "<think>", "</think>"),
+    *DEEPSEEK.values(),
+    *('{"name": "f", "arguments": ', '"parameters": ', "{", "}", "[", "]", "(", ")", '"', "'", ":", ",", ";", "\\"),
+    *(
+        "f(a=",
+        "get_weather",
+        "\\u00e9",
+        "\\ud83d",
+        "True",
+        "null",
+        "-1.5e3",
+        "function",
+        " ",
+        "\n",
+        "é",
+        "😀",
+        "<",
+        "\0",
+    ),
+]
+
+
+@settings(max_examples=600, deadline=None)
+@given(st.data())
+def test_no_output_breaks_a_parser(data: st.DataObject) -> None:
+    """Mutated and random outputs: pieces change nothing, no text is lost, arguments are always JSON objects."""
+    name = data.draw(st.sampled_from(sorted(TOOL_FORMATS)))
+    texts = [text for known, text in TEXTS if known == name]
+    parts = data.draw(st.lists(st.sampled_from([*PIECES, *texts]) | st.text(max_size=3), max_size=14))
+    text = "".join(parts)
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)))
+    pieces = [text[start:stop] for start, stop in pairwise([0, *cuts, len(text)])]
+    content, calls = parsed(name, [text])
+    assert parsed(name, pieces) == parsed(name, text) == (content, calls)
+    assert all(isinstance(json.loads(arguments), dict) for _, arguments in calls)
+    if not calls:
+        assert content == text
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
