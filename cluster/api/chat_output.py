@@ -3,15 +3,21 @@
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from cluster.api.messages import ChosenTool, demands_call
+from cluster.api.errors import short_repr
+from cluster.api.messages import ChosenTool, Tool, demands_call
 from cluster.api.model_output.parser import MessageParser
 from cluster.api.model_output.reasoning import ReasoningFormat
 from cluster.api.protocol import ChatRequest
 from cluster.api.tool_calls.formats import ToolFormat
 from cluster.api.tool_calls.syntax import Function
+from specray.errors import InvalidRequestError
 from specray.grammar import GrammarSpec, make_grammar
+from specray.outputs import Completion, FinishReason
 
 Json = dict[str, Any]
+
+_ANNOTATIONS = {"type", "title", "description", "$schema"}  # a schema with no more describes no parameters
+_NO_PARAMETERS: Json = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 class ChatOutput(NamedTuple):
@@ -22,29 +28,40 @@ class ChatOutput(NamedTuple):
     max_calls: int | None = None
     reasoning: ReasoningFormat | None = None
     prompt_end: str = ""  # text of the prompt's last tokens
+    is_call_forced: bool = False  # by a grammar
     is_call_named: bool = False  # by the request, in which case a call does not end the output
+    separates_reasoning: bool = True  # False: it stays content
 
     def parser(self) -> MessageParser:
         """A parser of one choice."""
+        keeps_marks = not self.separates_reasoning
         return MessageParser(
-            self.reasoning.parser(self.prompt_end) if self.reasoning else None,
-            self.calls.parser(self.names, self.max_calls) if self.calls else None,
+            self.reasoning.parser(self.prompt_end, keeps_marks) if self.reasoning else None,
+            self.calls.parser(self.names, self.max_calls, self.is_call_forced) if self.calls else None,
+            self.separates_reasoning,
         )
 
 
 def chat_output(
     body: ChatRequest, calls: ToolFormat | None, reasoning: ReasoningFormat | None, prompt_end: str
 ) -> ChatOutput:
-    """The formats that a request uses: calls only of tools that may be called, reasoning unless it opts out."""
+    """The formats that a request uses; calls only of tools that may be called."""
     names = frozenset(tool.function.name for tool in body.callable_tools)
     return ChatOutput(
         calls if names else None,
         names,
         1 if body.parallel_tool_calls is False else None,
-        reasoning if body.separate_reasoning is not False else None,
+        reasoning,
         prompt_end,
+        demands_call(body.tool_choice),
         isinstance(body.tool_choice, ChosenTool),
+        body.separate_reasoning is not False,
     )
+
+
+def is_cut(choice: Completion) -> bool:
+    """Whether the choice's text ended at a limit or a stop string, not where the model ended it."""
+    return choice.finish_reason is not FinishReason.STOP or isinstance(choice.stop_reason, str)
 
 
 def call_grammar(
@@ -53,7 +70,23 @@ def call_grammar(
     """The grammar of a message that must call a tool; None if the request leaves that to the model."""
     if calls is None or not demands_call(body.tool_choice):
         return None
-    functions = [Function(tool.function.name, tool.function.parameters or {}) for tool in body.callable_tools]
+    functions = [Function(tool.function.name, _arguments_schema(tool)) for tool in body.callable_tools]
     max_calls = 1 if isinstance(body.tool_choice, ChosenTool) or body.parallel_tool_calls is False else None
     preface = reasoning.structural_tag(prompt_end) if reasoning else None
     return make_grammar("structural_tag", calls.syntax.structural_tag(functions, max_calls, preface), "tools")
+
+
+def _arguments_schema(tool: Tool) -> Json:
+    """The schema of a forced call's arguments: no properties if the function has no parameters.
+
+    InvalidRequestError if they would be no object.
+    """
+    schema = tool.function.parameters or {}
+    kind = schema.get("type", "object")
+    if kind != "object":
+        raise InvalidRequestError(
+            f"parameters of {tool.function.name!r} have the type {short_repr(kind)}, but arguments are an object; "
+            "declare an object with properties",
+            "tools",
+        )
+    return schema if schema.keys() - _ANNOTATIONS else _NO_PARAMETERS

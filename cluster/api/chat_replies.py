@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from cluster.api.chat_output import ChatOutput
+from cluster.api.chat_output import ChatOutput, is_cut
 from cluster.api.model_output.events import CallStart, Content, Event, ParsedMessage, Reasoning, collect
 from cluster.api.replies import Json, OpenAIReply, ReplyMetadata, ending, finite
 from cluster.api.tokenization import TokenTexts
@@ -35,7 +35,7 @@ class ChatReply(OpenAIReply):
 
     def _deltas(self, choice: Completion, output: RequestOutput) -> list[Json]:
         parser = self._parsers[choice.index]
-        events = parser.feed(output.text) + (parser.end() if choice.finish_reason is not None else [])
+        events = parser.feed(output.text) + (parser.end(is_cut(choice)) if choice.finish_reason is not None else [])
         self._num_calls[choice.index] += sum(isinstance(event, CallStart) for event in events)
         deltas = [message_delta(event) for event in events]
         if (output.logprobs or output.trace) and not deltas:
@@ -49,7 +49,7 @@ class ChatReply(OpenAIReply):
         return {"delta": {}, "logprobs": None, **self._ending(choice)}
 
     def _whole_choice(self, choice: Completion) -> Json:
-        message = collect(self._format.parser().parse(choice.text))
+        message = collect(self._format.parser().parse(choice.text, is_cut(choice)))
         self._num_calls[choice.index] = len(message.calls)
         return {
             "index": choice.index,

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from cluster.api.anthropic.errors import anthropic_error
-from cluster.api.chat_output import ChatOutput
+from cluster.api.chat_output import ChatOutput, is_cut
 from cluster.api.event_framing import Framing, named_event
 from cluster.api.model_output.events import CallArguments, CallStart, Content, Event
 from cluster.api.replies import ReplyMetadata
@@ -48,7 +48,7 @@ class MessagesReply:
 
     def chunks(self, choice: Completion, output: RequestOutput) -> list[Json]:
         is_last = choice.finish_reason is not None
-        events = self._parser.feed(output.text) + (self._parser.end() if is_last else [])
+        events = self._parser.feed(output.text) + (self._parser.end(is_cut(choice)) if is_last else [])
         return [*self._blocks.feed(events), *(self._blocks.end() if is_last else [])]
 
     def closing(self) -> list[Json]:
@@ -59,7 +59,7 @@ class MessagesReply:
         ]
 
     def whole(self) -> Json:
-        events = self._format.parser().parse(self._choice.text)
+        events = self._format.parser().parse(self._choice.text, is_cut(self._choice))
         has_calls = any(isinstance(event, CallStart) for event in events)
         return self._message(_blocks(events), self._ending(has_calls), self._final_usage())
 

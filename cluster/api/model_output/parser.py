@@ -6,7 +6,7 @@ A whole message is parsed as one piece, so complete and streamed replies agree.
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, Protocol
 
-from cluster.api.model_output.events import Content, Event
+from cluster.api.model_output.events import Content, Event, Reasoning
 from cluster.api.model_output.reader import Reader, Reading
 
 
@@ -47,6 +47,7 @@ class MessageParser(NamedTuple):
 
     reasoning: Parser | None = None
     calls: Parser | None = None
+    separates_reasoning: bool = True  # False: it is content, in which no calls are looked for
 
     def feed(self, text: str) -> list[Event]:
         if self.reasoning is not None:
@@ -65,5 +66,7 @@ class MessageParser(NamedTuple):
         for event in events:
             if self.calls is not None and isinstance(event, Content):
                 yield from self.calls.feed(event.text)
+            elif isinstance(event, Reasoning) and not self.separates_reasoning:
+                yield Content(event.text)
             else:
                 yield event

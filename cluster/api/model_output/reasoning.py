@@ -36,8 +36,9 @@ class ReasoningFormat(NamedTuple):
         parts = {"type": "sequence", "elements": [reasoning, {"type": "regex", "pattern": r"\n?\n?"}]}
         return parts if self.is_open(prompt) else {"type": "optional", "content": parts}
 
-    def parser(self, prompt: str) -> Parser:
-        sink = _ReasoningSink()
+    def parser(self, prompt: str, keeps_marks: bool = False) -> Parser:
+        """`keeps_marks` leaves the marks, and the whitespace beside them, in the reasoning."""
+        sink = _MarkedReasoningSink() if keeps_marks else _ReasoningSink()
         return Parser(lambda reader: _scan(reader, sink, self.is_open(prompt)), sink)
 
 
@@ -58,6 +59,9 @@ class _ReasoningSink:
         self._reasoning = Trimmer()
         self._content = Trimmer(keeps_leading=True)
 
+    def mark(self, text: str) -> None:
+        """A mark, or the whitespace before the first one."""
+
     def reasoning(self, text: str) -> None:
         self._buffer.text(Reasoning, self._reasoning.push(text))
 
@@ -74,11 +78,26 @@ class _ReasoningSink:
         self._buffer.text(Content, self._content.held())
 
 
+class _MarkedReasoningSink(_ReasoningSink):
+    """Passes everything on."""
+
+    def mark(self, text: str) -> None:
+        self.reasoning(text)
+
+    def reasoning(self, text: str) -> None:
+        self._buffer.text(Reasoning, text)
+
+    def end_reasoning(self) -> None:
+        self._content = Trimmer(keeps_leading=True)
+
+
 def _scan(reader: Reader, sink: _ReasoningSink, is_open: bool) -> Reading[None]:
     space: list[str] = []
     yield from reader.run(_SPACE, space.append)
-    if (yield from reader.accept(THINK)) or is_open:
-        yield from reader.through((END_THINK,), sink.reasoning)
+    is_marked = yield from reader.accept(THINK)
+    if is_marked or is_open:
+        sink.mark("".join(space) + (THINK if is_marked else ""))
+        sink.mark((yield from reader.through((END_THINK,), sink.reasoning)) or "")
         sink.end_reasoning()
     else:
         sink.content("".join(space))

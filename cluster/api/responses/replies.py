@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from cluster.api.chat_output import ChatOutput
+from cluster.api.chat_output import ChatOutput, is_cut
 from cluster.api.errors import ApiError
 from cluster.api.event_framing import Framing, named_event
 from cluster.api.replies import ReplyMetadata, empty_choices, finite, usage
@@ -56,7 +56,7 @@ class ResponsesReply:
 
     def chunks(self, choice: Completion, output: RequestOutput) -> list[Json]:
         is_last = choice.finish_reason is not None
-        events = self._parser.feed(output.text) + (self._parser.end() if is_last else [])
+        events = self._parser.feed(output.text) + (self._parser.end(is_cut(choice)) if is_last else [])
         chunks = list(self._items.feed(events, self._logprobs(output.logprobs)))
         if is_last:
             chunks += self._items.finish(self._item_status)
@@ -68,7 +68,7 @@ class ResponsesReply:
 
     def whole(self) -> Json:
         choice, items = self._choices[0], self._new_items()
-        events = self._format.parser().parse(choice.text)
+        events = self._format.parser().parse(choice.text, is_cut(choice))
         for _ in items.feed(events, self._logprobs(choice.logprobs)):
             pass
         for _ in items.finish(self._item_status):

@@ -6,11 +6,9 @@ from typing import Any, NamedTuple
 
 Json = dict[str, Any]
 
-ANY_ARGUMENTS: Json = {"type": "object"}  # of a function without a schema
-
 
 class Function(NamedTuple):
-    """A function that may be called, with the JSON schema of its arguments."""
+    """A function that may be called, with the JSON schema of its arguments, which are an object."""
 
     name: str
     parameters: Json
@@ -43,7 +41,7 @@ class CallSyntax(NamedTuple):
         return {"type": "structural_tag", "format": {"type": "sequence", "elements": [part for part in parts if part]}}
 
     def _tag(self, function: Function) -> Json:
-        content = {"type": "json_schema", "json_schema": function.parameters or ANY_ARGUMENTS}
+        content = {"type": "json_schema", "json_schema": function.parameters}
         return {"type": "tag", "begin": self._begin(function.name), "content": content, "end": self.end}
 
     def _begin(self, name: str) -> str:

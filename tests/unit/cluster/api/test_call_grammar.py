@@ -14,6 +14,7 @@ from cluster.api.model_output.reasoning import REASONING_FORMATS
 from cluster.api.protocol import ChatRequest
 from cluster.api.tool_calls.formats import TOOL_FORMATS
 from cluster.config import ReasoningParserName, ToolCallParserName
+from specray.errors import InvalidRequestError
 from tests.unit.cluster.api.test_chat_tools import TOOLS, USER
 
 PARIS = '{"city": "Paris"}'
@@ -52,9 +53,35 @@ def test_required_calls_are_in_the_models_format(parser: ToolCallParserName) -> 
     assert accepts(both, parser)
     message = collect(MessageParser(calls=TOOL_FORMATS[parser].parser(("get_weather", "f"), None)).parse(both))
     assert [call.name for call in message.calls] == ["get_weather", "f"]
-    assert accepts(written(parser, ("f", '{"anything": [1, {"x": null}]}')), parser)
     for wrong in ("", "Sure.", both + "!", written(parser, ("rm", "{}")), written(parser, ("get_weather", "{}"))):
         assert not accepts(wrong, parser)
+
+
+@pytest.mark.parametrize("parser", TOOL_FORMATS)
+@pytest.mark.parametrize(
+    ("parameters", "has_none"),
+    [
+        (None, True),
+        ({}, True),
+        ({"type": "object"}, True),
+        ({"type": "object", "properties": {}, "required": []}, True),
+        ({"title": "now", "description": "The time."}, True),
+        ({"type": "object", "additionalProperties": True}, False),
+    ],
+)
+def test_a_function_without_parameters_is_called_without_arguments(
+    parameters: Any, has_none: bool, parser: ToolCallParserName
+) -> None:
+    tools = [{"type": "function", "function": {"name": "now", "parameters": parameters}}]
+    assert accepts(written(parser, ("now", "{}")), parser, tools=tools)
+    assert accepts(written(parser, ("now", '{"x": 1}')), parser, tools=tools) is not has_none
+
+
+@pytest.mark.parametrize("kind", ["string", "array", ["object", "null"], None])
+def test_parameters_that_are_no_object_cannot_be_forced(kind: Any) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": kind, "items": {}}}}]
+    with pytest.raises(InvalidRequestError, match="arguments are an object"):
+        accepts("", "hermes", tools=tools)
 
 
 @pytest.mark.parametrize("parser", TOOL_FORMATS)
