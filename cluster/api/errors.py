@@ -17,6 +17,7 @@ from cluster.api.anthropic.errors import anthropic_error, is_anthropic_route
 from specray.errors import InvalidRequestError, SpecRayError
 
 INTERNAL_MESSAGE = "internal server error, logged on the server; send the request again"
+UNSUPPORTED_TYPE = "unsupported_type"  # pydantic's type of an error for an object whose field `type` is not known
 RETRY_AFTER_S = {429: 1, 503: 2}
 MAX_REPR_LENGTH = 80  # characters of a bad value that an error message repeats
 
@@ -125,7 +126,10 @@ def from_validation(errors: Sequence[Any]) -> ApiError:
         return ApiError(400, f"the body must be a JSON object: {first['msg']}")
     if first["type"] == "missing":
         return ApiError(400, f"{param} is required", param)
-    return ApiError(400, f"{param}={short_repr(first['input'])}: {first['msg']}", param)
+    value = first["input"]
+    if first["type"] == UNSUPPORTED_TYPE and isinstance(value, dict):
+        param, value = f"{param}.type", value.get("type")
+    return ApiError(400, f"{param}={short_repr(value)}: {first['msg']}", param)
 
 
 def _ascii(body: dict[str, Any]) -> bytes:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from cluster.api.errors import short_repr
+from cluster.api.errors import UNSUPPORTED_TYPE, short_repr
 from specray.errors import InvalidRequestError
 
 MAX_TOOLS = 128
@@ -23,11 +23,31 @@ FunctionName = Annotated[str, Field(pattern=FUNCTION_NAME)]
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
 
 
-class _Part(BaseModel):
+class Part(BaseModel):
+    """An object inside a body: strict JSON types; fields that are not declared are kept."""
+
     model_config = ConfigDict(frozen=True, extra="allow", strict=True, protected_namespaces=())
 
 
-class FunctionDefinition(_Part):
+def by_type(expected: str, default: str | None = None) -> Discriminator:
+    """Chooses a member of a union by the field `type`, whose tag is that type in brackets; see `Tag`.
+
+    Brackets keep tags out of the locations of errors. `expected` says which types there are.
+    """
+
+    def tag(value: object) -> str:
+        kind = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", default)
+        return f"[{kind}]"
+
+    return Discriminator(tag, custom_error_type=UNSUPPORTED_TYPE, custom_error_message=expected)
+
+
+# Chooses between text and a list.
+BY_SHAPE = Discriminator(lambda value: "[list]" if isinstance(value, list) else "[text]")
+Text = Annotated[str, Tag("[text]")]
+
+
+class FunctionDefinition(Part):
     """A function that the model may call. `parameters` is a JSON schema; null accepts an empty object."""
 
     name: FunctionName
@@ -36,7 +56,7 @@ class FunctionDefinition(_Part):
     strict: bool | None = None
 
 
-class Tool(_Part):
+class Tool(Part):
     type: Literal["function"]
     function: FunctionDefinition
 
@@ -51,23 +71,23 @@ class Tool(_Part):
         return {"type": "function", "function": function}
 
 
-class ChosenFunction(_Part):
+class ChosenFunction(Part):
     name: FunctionName
 
 
-class ChosenTool(_Part):
+class ChosenTool(Part):
     """A `tool_choice` that names the function to call."""
 
     type: Literal["function"]
     function: ChosenFunction
 
 
-class AllowedTools(_Part):
+class AllowedTools(Part):
     mode: Literal["auto", "required"]
     tools: Annotated[list[ChosenTool], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
-class AllowedToolChoice(_Part):
+class AllowedToolChoice(Part):
     """A `tool_choice` that lets the model see all tools and call some of them."""
 
     type: Literal["allowed_tools"]
@@ -110,7 +130,7 @@ def demands_call(choice: ToolChoice | None) -> bool:
     return choice == "required" or isinstance(choice, ChosenTool)
 
 
-class CalledFunction(_Part):
+class CalledFunction(Part):
     name: FunctionName
     arguments: Annotated[str, Field(max_length=1_000_000)]
 
@@ -124,7 +144,7 @@ class CalledFunction(_Part):
         return value if isinstance(value, dict) and depth(value) <= MAX_DEPTH else self.arguments
 
 
-class ToolCall(_Part):
+class ToolCall(Part):
     """A call that the assistant made earlier in the conversation."""
 
     id: CallId
@@ -132,7 +152,7 @@ class ToolCall(_Part):
     function: CalledFunction
 
 
-class TextPart(_Part):
+class TextPart(Part):
     """One part of a message's content. Only text is supported."""
 
     type: Literal["text"]
@@ -158,7 +178,7 @@ def _joined(value: object) -> object:
 JoinedText = Annotated[str, BeforeValidator(_joined, json_schema_input_type=str | list[TextPart])]
 
 
-class Message(_Part):
+class Message(Part):
     """One message of a conversation. Only an assistant's message may have no content."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]

@@ -139,8 +139,12 @@ class Body(BaseModel):
     @property
     def ignored_fields(self) -> list[str]:
         """Names of fields without effect, truncated to fit a header."""
-        names = [name for name in self.model_extra or {} if name not in UNSUPPORTED]
+        names = [name for name in self.model_extra or {} if name not in UNSUPPORTED] + self._ignored_parts()
         return [name[:MAX_FIELD_NAME] for name in names[:MAX_NAMED_FIELDS]]
+
+    def _ignored_parts(self) -> list[str]:
+        """Parts of fields that have no effect, as paths."""
+        return []
 
 
 def _listed(value: object) -> object:

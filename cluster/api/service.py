@@ -95,6 +95,7 @@ class Service:
         """Anthropic's /v1/messages."""
 
         def reply(metadata: ReplyMetadata, chat: PreparedChat, _: TokenTexts) -> Reply:
+            body.check_context_management(len(chat.token_ids))
             return MessagesReply(metadata, chat.params, chat.output, len(chat.token_ids))
 
         self.check_model(body.model)
@@ -114,7 +115,10 @@ class Service:
         self.check_model(body.model)
         tokenization = await self._ready()
         arguments = body.for_chat(), tokenization, self.config.server
-        return await self.text_pool.run(tenant, count_prompt_tokens, *arguments)
+        num_tokens = await self.text_pool.run(tenant, count_prompt_tokens, *arguments)
+        if isinstance(body, CountTokensRequest):
+            body.check_context_management(num_tokens)
+        return num_tokens
 
     async def completion(self, body: CompletionRequest, tenant: str) -> Response:
         self.check_model(body.model)

@@ -1,104 +1,47 @@
 """Bodies of /v1/messages, and their translation to a chat request."""
 
-import json
-from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
-from cluster.api.messages import MAX_PARTS, MAX_TOOLS, CallId, FunctionName, check_number_of_parts
+from cluster.api.anthropic.blocks import AnthropicMessage, AnthropicTool, TextOrBlocks, joined, offered_tools
+from cluster.api.anthropic.context_management import ContextManagement
+from cluster.api.errors import UNSUPPORTED_TYPE
+from cluster.api.messages import MAX_TOOLS, FunctionName, Part, check_number_of_parts
 from cluster.api.protocol import MAX_MESSAGES, Body, ChatRequest, ModelName, ReasoningEffort, Stop
 from specray.errors import InvalidRequestError
 from specray.sampling_params import MaxTokens, TopK, TopP
 
 Json = dict[str, Any]
 
-_HOSTED = ("container", "context_management", "mcp_servers")  # would change the answer
+_HOSTED = ("container", "mcp_servers")  # would change the answer
+_HOSTED_TOOLS = ("web_search", "web_fetch", "code_execution", "tool_search_tool", "advisor", "mcp_toolset")
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}  # Anthropic's -> OpenAI's
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="allow", strict=True, protected_namespaces=())
+def _tag_of_tool(value: object) -> str:
+    kind = (value.get("type") if isinstance(value, dict) else getattr(value, "type", None)) or "custom"
+    return "[hosted]" if isinstance(kind, str) and kind.startswith(_HOSTED_TOOLS) else f"[{kind}]"
 
 
-class TextBlock(_Part):
-    type: Literal["text"]
-    text: str
+class HostedTool(Part):
+    """A tool that Anthropic would run. The model does not see it."""
+
+    type: Annotated[str, Field(max_length=64)]
 
 
-class ThinkingBlock(_Part):
-    """Reasoning of an earlier message. The signature is not checked, because this server does not sign."""
-
-    type: Literal["thinking"]
-    thinking: str
-
-
-class RedactedThinkingBlock(_Part):
-    """Reasoning that only Anthropic can read; it is dropped."""
-
-    type: Literal["redacted_thinking"]
-
-
-Texts = Annotated[list[TextBlock], Field(max_length=MAX_PARTS, fail_fast=True)]
-
-
-class ToolUseBlock(_Part):
-    type: Literal["tool_use"]
-    id: CallId
-    name: FunctionName
-    input: Json
-
-
-class ToolResultBlock(_Part):
-    type: Literal["tool_result"]
-    tool_use_id: CallId
-    content: str | Texts | None = None
-    is_error: bool | None = None
-
-
-Block = Annotated[
-    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
+Tool = Annotated[
+    Annotated[AnthropicTool, Tag("[custom]")] | Annotated[HostedTool, Tag("[hosted]")],
+    Discriminator(
+        _tag_of_tool,
+        custom_error_type=UNSUPPORTED_TYPE,
+        custom_error_message="the model does not know Anthropic's own tools; send a tool with name, description and "
+        "input_schema",
+    ),
 ]
 
 
-class AnthropicMessage(_Part):
-    role: Literal["user", "assistant"]
-    content: str | Annotated[list[Block], Field(max_length=MAX_PARTS, fail_fast=True)]
-
-    def for_chat(self) -> Iterator[Json]:
-        """The same in OpenAI's shape, where each tool result is a message of its own, before the user's text."""
-        blocks = [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else self.content
-        for block in blocks:
-            if isinstance(block, ToolResultBlock):
-                yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content or "")}
-        text = _text([block for block in blocks if isinstance(block, TextBlock)])
-        calls = [_call(block) for block in blocks if isinstance(block, ToolUseBlock)]
-        thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
-        if self.role == "assistant":
-            yield {
-                "role": "assistant",
-                "content": text,
-                "reasoning_content": "\n".join(thoughts) or None,
-                "tool_calls": calls or None,
-            }
-        elif text or not any(isinstance(block, ToolResultBlock) for block in blocks):
-            yield {"role": "user", "content": text}
-
-
-class AnthropicTool(_Part):
-    """A function of the client's. Tools that Anthropic runs, such as web search, have other types."""
-
-    type: Literal["custom"] | None = None
-    name: FunctionName
-    description: Annotated[str, Field(max_length=65_536)] | None = None
-    input_schema: Json
-
-    def for_chat(self) -> Json:
-        function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
-        return {"type": "function", "function": function}
-
-
-class AnthropicToolChoice(_Part):
+class AnthropicToolChoice(Part):
     type: Literal["auto", "any", "none"]
     disable_parallel_tool_use: bool | None = None
 
@@ -106,7 +49,7 @@ class AnthropicToolChoice(_Part):
         return _TOOL_CHOICES[self.type]
 
 
-class AnthropicNamedToolChoice(_Part):
+class AnthropicNamedToolChoice(Part):
     type: Literal["tool"]
     name: FunctionName
     disable_parallel_tool_use: bool | None = None
@@ -115,13 +58,13 @@ class AnthropicNamedToolChoice(_Part):
         return {"type": "function", "function": {"name": self.name}}
 
 
-class Thinking(_Part):
+class Thinking(Part):
     """Whether the model reasons first. Its budget is not enforced: max_tokens limits reasoning and answer together."""
 
     type: Literal["enabled", "disabled", "adaptive"]
 
 
-class OutputFormat(_Part):
+class OutputFormat(Part):
     type: Literal["json_schema"]
     schema_: Annotated[Json, Field(alias="schema")]
 
@@ -129,7 +72,7 @@ class OutputFormat(_Part):
         return {"type": "json_schema", "json_schema": {"name": "output", "schema": self.schema_}}
 
 
-class OutputConfig(_Part):
+class OutputConfig(Part):
     """How much the model reasons, and the JSON schema of its answer."""
 
     effort: ReasoningEffort | None = None
@@ -141,11 +84,13 @@ class CountTokensRequest(Body):
 
     model: ModelName
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    system: str | Texts | None = None
-    tools: Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    system: TextOrBlocks | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Annotated[AnthropicToolChoice | AnthropicNamedToolChoice, Field(discriminator="type")] | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # the older name of output_config.format
+    context_management: ContextManagement | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -157,27 +102,77 @@ class CountTokensRequest(Body):
             check_number_of_parts(value.get("messages"), "messages")
         return value
 
-    @property
-    def ignored_fields(self) -> list[str]:
-        has_budget = self.thinking is not None and "budget_tokens" in (self.thinking.model_extra or {})
-        return super().ignored_fields + (["thinking.budget_tokens"] if has_budget else [])
+    def _ignored_parts(self) -> list[str]:
+        options = {"thinking": self.thinking, "output_config": self.output_config}
+        inner = [f"{name}.{key}" for name, part in options.items() if part for key in part.model_extra or {}]
+        hosted = [f"tools.{tool.type}" for tool in self.tools or [] if isinstance(tool, HostedTool)]
+        edits = ["context_management"] if self.context_management else []
+        return inner + hosted + edits
+
+    def check_context_management(self, num_prompt_tokens: int) -> None:
+        """InvalidRequestError if the requested edits of the context would change the prompt."""
+        if self.context_management is not None:
+            self.context_management.check_unchanged(self.messages, num_prompt_tokens)
 
     def for_chat(self) -> ChatRequest:
         """The same request in OpenAI's shape. Raises ApiError."""
         return ChatRequest.translated(self._chat_fields())
 
     def _chat_fields(self) -> Json:
-        system = [{"role": "system", "content": _text(self.system)}] if self.system else []
-        choice, config = self.tool_choice, self.output_config or OutputConfig()
+        system = [{"role": "system", "content": joined(self.system)}] if self.system else []
+        choice, config, last = self.tool_choice, self.output_config or OutputConfig(), self.messages[-1]
+        answer_format = self._format()
+        is_begun = last.role == "assistant" and bool(last.text)
+        if last.role == "assistant" and last.uses_tools:
+            raise InvalidRequestError(
+                "the last message uses tools; add a message of the user's with a tool_result for each use", "messages"
+            )
+        if is_begun and answer_format:
+            raise InvalidRequestError(
+                "an answer that the last message begins cannot have a format; send a last message of the user's, or "
+                "leave the format out",
+                "messages",
+            )
+        turns = self.messages if is_begun or last.role != "assistant" else self.messages[:-1]
         return {
-            "messages": [*system, *(part for message in self.messages for part in message.for_chat())],
-            "tools": [tool.for_chat() for tool in self.tools or []] or None,
+            "messages": [*system, *(part for message in turns for part in message.for_chat())],
+            "continue_final_message": is_begun,
+            "tools": [tool.for_chat() for tool in self._offered_tools()] or None,
             "tool_choice": choice.for_chat() if choice else None,
             "parallel_tool_calls": False if choice and choice.disable_parallel_tool_use else None,
             "chat_template_kwargs": _thinking_variables(self.thinking),
             "reasoning_effort": config.effort,
-            "response_format": config.format.for_chat() if config.format else None,
+            "response_format": answer_format.for_chat() if answer_format else None,
         }
+
+    def _format(self) -> OutputFormat | None:
+        newer = self.output_config.format if self.output_config else None
+        if newer and self.output_format and newer != self.output_format:
+            raise InvalidRequestError(
+                "output_format and output_config.format differ; send output_config.format only", "output_format"
+            )
+        return newer or self.output_format
+
+    def _offered_tools(self) -> list[AnthropicTool]:
+        own = [tool for tool in self.tools or [] if isinstance(tool, AnthropicTool)]
+        hosted = [tool for tool in self.tools or [] if isinstance(tool, HostedTool)]
+        if hosted and not own:
+            raise InvalidRequestError(
+                f"tools has only tools that Anthropic runs ({hosted[0].type}), which this server cannot; send tools "
+                "with input_schema, or leave tools out",
+                "tools",
+            )
+        chosen = self.tool_choice.name if isinstance(self.tool_choice, AnthropicNamedToolChoice) else None
+        if chosen is not None and any((tool.model_extra or {}).get("name") == chosen for tool in hosted):
+            raise InvalidRequestError(
+                f"tool_choice names {chosen!r}, a tool that Anthropic runs and this server cannot; name another",
+                "tool_choice",
+            )
+        if own and all(tool.defer_loading for tool in own):
+            raise InvalidRequestError(
+                "all tools have defer_loading; at least one must not, to find the others", "tools"
+            )
+        return offered_tools(own, self.messages)
 
 
 class MessagesRequest(CountTokensRequest):
@@ -194,15 +189,6 @@ class MessagesRequest(CountTokensRequest):
         names = ("max_tokens", "stream", "temperature", "top_k", "top_p")
         own = {name: getattr(self, name) for name in names}
         return super()._chat_fields() | own | {"stop": self.stop_sequences}
-
-
-def _text(content: str | Sequence[TextBlock]) -> str:
-    return content if isinstance(content, str) else "\n".join(block.text for block in content)
-
-
-def _call(block: ToolUseBlock) -> Json:
-    function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
-    return {"id": block.id, "type": "function", "function": function}
 
 
 def _thinking_variables(thinking: Thinking | None) -> Json | None:

@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import Field, Tag
 
-from cluster.api.messages import MAX_PARTS, CallId, FunctionName
+from cluster.api.messages import BY_SHAPE, MAX_PARTS, CallId, FunctionName, Part, Text, by_type
 
 Json = dict[str, Any]
 
@@ -13,58 +13,45 @@ MAX_ITEMS = 4096
 _DEFAULT_TYPE = "message"  # of an item that has only role and content
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="allow", strict=True, protected_namespaces=())
-
-
-class TextContent(_Part):
+class TextContent(Part):
     """One part of a message's content. Only text is supported."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
 
 
-# Text or a list, whose tags keep pydantic's names of types out of the locations of errors.
-_BY_SHAPE = Discriminator(lambda value: "[list]" if isinstance(value, list) else "[text]")
-Text = Annotated[str, Tag("[text]")]
 Parts = Annotated[list[TextContent], Field(max_length=MAX_PARTS, fail_fast=True), Tag("[list]")]
-TextOrParts = Annotated[Text | Parts, _BY_SHAPE]
+TextOrParts = Annotated[Text | Parts, BY_SHAPE]
 
 
-class ReasoningContent(_Part):
+class ReasoningContent(Part):
     type: Literal["reasoning_text"]
     text: str
 
 
-class MessageItem(_Part):
+class MessageItem(Part):
     role: Literal["user", "system", "developer", "assistant"]
     content: TextOrParts
 
 
-class ReasoningItem(_Part):
+class ReasoningItem(Part):
     """Reasoning of an earlier answer. Encrypted reasoning of another server is dropped, because it cannot be read."""
 
     type: Literal["reasoning"]
     content: Annotated[list[ReasoningContent], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
 
 
-class FunctionCallItem(_Part):
+class FunctionCallItem(Part):
     type: Literal["function_call"]
     call_id: CallId
     name: FunctionName
     arguments: Annotated[str, Field(max_length=1_000_000)]
 
 
-class FunctionOutputItem(_Part):
+class FunctionOutputItem(Part):
     type: Literal["function_call_output"]
     call_id: CallId
     output: TextOrParts
-
-
-def _type_of(value: object) -> object:
-    """The tag of an item. The brackets keep it out of the locations of errors."""
-    kind = value.get("type", _DEFAULT_TYPE) if isinstance(value, dict) else getattr(value, "type", _DEFAULT_TYPE)
-    return f"[{kind}]"
 
 
 Item = Annotated[
@@ -72,14 +59,10 @@ Item = Annotated[
     | Annotated[ReasoningItem, Tag("[reasoning]")]
     | Annotated[FunctionCallItem, Tag("[function_call]")]
     | Annotated[FunctionOutputItem, Tag("[function_call_output]")],
-    Discriminator(
-        _type_of,
-        custom_error_type="unsupported_item",
-        custom_error_message="expected an item of type message, reasoning, function_call or function_call_output",
-    ),
+    by_type("expected an item of type message, reasoning, function_call or function_call_output", _DEFAULT_TYPE),
 ]
 Items = Annotated[list[Item], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True), Tag("[list]")]
-Input = Annotated[Text | Items, _BY_SHAPE]
+Input = Annotated[Text | Items, BY_SHAPE]
 
 
 def chat_messages(

@@ -2,9 +2,9 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, Tag, model_validator
+from pydantic import Field, Tag, model_validator
 
-from cluster.api.messages import BY_CHOICE, MAX_TOOLS, ChoiceName, FunctionName, check_number_of_parts
+from cluster.api.messages import BY_CHOICE, MAX_TOOLS, ChoiceName, FunctionName, Part, check_number_of_parts
 from cluster.api.protocol import Body, ChatRequest, ModelName, ReasoningEffort, RequestName, RequestOptions, Sampling
 from cluster.api.responses.items import Input, chat_messages
 from specray.errors import InvalidRequestError
@@ -27,11 +27,7 @@ _STATELESS: dict[str, tuple[tuple[object, ...], str]] = {
 }
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="allow", strict=True, protected_namespaces=())
-
-
-class FunctionTool(_Part):
+class FunctionTool(Part):
     """A function of the client's. Tools that OpenAI runs, such as web search, have other types."""
 
     type: Literal["function"]
@@ -47,12 +43,12 @@ class FunctionTool(_Part):
         }
 
 
-class ChosenFunction(_Part):
+class ChosenFunction(Part):
     type: Literal["function"]
     name: FunctionName
 
 
-class AllowedFunctions(_Part):
+class AllowedFunctions(Part):
     """A `tool_choice` that lets the model see all functions and call some of them."""
 
     type: Literal["allowed_tools"]
@@ -66,11 +62,11 @@ FunctionChoice = Annotated[
 ]
 
 
-class Reasoning(_Part):
+class Reasoning(Part):
     effort: ReasoningEffort | None = None
 
 
-class TextFormat(_Part):
+class TextFormat(Part):
     """`schema`, `name` and the rest of a format are passed on to `response_format`."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -81,7 +77,7 @@ class TextFormat(_Part):
         return {"type": self.type, "json_schema": self.model_extra}
 
 
-class TextOptions(_Part):
+class TextOptions(Part):
     format: TextFormat | None = None
     verbosity: Literal["medium"] | None = None
 

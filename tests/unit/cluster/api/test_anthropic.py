@@ -30,6 +30,28 @@ TEMPLATE = (
 )
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 KEY = "0123456789abcdef0123"
+ERROR = "invalid_request_error"
+SEARCH = {"type": "web_search_20250305", "name": "web_search"}
+NAMED_SEARCH = {"type": "tool", "name": "web_search"}
+USED = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
+BEGUN: list[Any] = [*USER, {"role": "assistant", "content": "Once upon"}]
+FORMAT = {"type": "json_schema", "schema": {"type": "object", "properties": {"ok": {"type": "boolean"}}}}
+OTHER = {"type": "json_schema", "schema": {"type": "object"}}
+CLEAR_THINKING: dict[str, Any] = {"type": "clear_thinking_20251015"}
+CLEAR_USES: dict[str, Any] = {"type": "clear_tool_uses_20250919"}
+PDF = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "x"}}
+
+
+def with_result(*blocks: Any) -> dict[str, Any]:
+    result = {"type": "tool_result", "tool_use_id": "t", "content": list(blocks)}
+    return {"messages": [*USER, {"role": "assistant", "content": [USED]}, {"role": "user", "content": [result]}]}
+
+
+def edited(edit: dict[str, Any], num_turns: int) -> dict[str, Any]:
+    """A conversation of turns that think and use a tool, and an edit of its context."""
+    answer = {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm", "signature": ""}, USED]}
+    turn = [*USER, answer, {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t"}]}]
+    return {"messages": [*turn * num_turns, *USER], "context_management": {"edits": [edit]}}
 
 
 @pytest.fixture(autouse=True)
@@ -211,6 +233,132 @@ def test_options_become_those_of_a_chat() -> None:
     assert MessagesRequest.model_validate(ASKED | budget).ignored_fields == ["thinking.budget_tokens"]
 
 
+LOAD = {"type": "tool_reference", "tool_name": "f"}
+NAMED_F = {"type": "tool_reference", "name": "f"}
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (
+            {"messages": [*USER, {"role": "system", "content": "Skills: none."}], "system": "Be brief."},
+            [("system", "Be brief."), ("user", "hi"), ("system", "Skills: none.")],
+        ),
+        (with_result(LOAD), [("user", "hi"), ("assistant", ""), ("tool", "f")]),
+        (
+            with_result({"type": "search_result", "source": "a.md", "title": "A", "content": [TEXT]}),
+            [("user", "hi"), ("assistant", ""), ("tool", "A (a.md)\nSure.")],
+        ),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "document", "title": "T", "source": {"type": "text", "data": "d"}},
+                            {"type": "document", "source": {"type": "content", "content": [TEXT]}},
+                        ],
+                    }
+                ]
+            },
+            [("user", "T\nd\nSure.")],
+        ),
+        ({"messages": BEGUN}, [("user", "hi"), ("assistant", "Once upon")]),
+        ({"messages": [*USER, {"role": "assistant", "content": ""}]}, [("user", "hi")]),
+        (
+            {"messages": [*USER, {"role": "system", "content": [{"type": "tool_removal", "tool": NAMED_F}]}]},
+            [("user", "hi")],
+        ),
+    ],
+)
+def test_what_claude_code_sends_reaches_the_template(body: dict[str, Any], expected: list[tuple[str, str]]) -> None:
+    assert [(message["role"], message["content"]) for message in rendered(body)] == expected
+
+
+@pytest.mark.parametrize(
+    ("messages", "names"),
+    [
+        (USER, ["get_weather"]),
+        (with_result(LOAD)["messages"], ["get_weather", "f"]),
+        ([*USER, {"role": "system", "content": [{"type": "tool_addition", "tool": NAMED_F}]}], ["get_weather", "f"]),
+        (
+            [
+                *with_result(LOAD)["messages"],
+                {"role": "system", "content": [{"type": "tool_removal", "tool": NAMED_F}]},
+            ],
+            ["get_weather"],
+        ),
+        (
+            [
+                *USER,
+                {
+                    "role": "system",
+                    "content": [
+                        {
+                            "type": "tool_addition",
+                            "tool": {"type": "tool_definition", "definition": {"name": "g", "input_schema": {}}},
+                        }
+                    ],
+                },
+            ],
+            ["get_weather", "g"],
+        ),
+    ],
+)
+def test_a_deferred_tool_is_offered_once_the_conversation_refers_to_it(messages: list[Any], names: list[str]) -> None:
+    body = ASKED | {"tools": [TOOLS[0], TOOLS[1] | {"defer_loading": True}], "messages": messages}
+    chat = MessagesRequest.model_validate(body).for_chat()
+    assert [tool.function.name for tool in chat.offered_tools] == names
+
+
+def test_an_answer_that_the_request_begins_is_continued(serve: Serve, tokenizer: PreTrainedTokenizerFast) -> None:
+    async def scenario() -> None:
+        async with serve() as server:
+            answer_with(server, tokenizer, " a time")
+            create = anthropic_client(server).messages.create
+            message = await create(**ASKED | {"messages": BEGUN})
+            assert [block.text for block in message.content if block.type == "text"] == [" a time"]
+            assert message.usage.input_tokens == len(tokenizer.encode("[user]hi[assistant]Once upon"))
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("body", "ignored"),
+    [
+        ({"context_management": {"edits": []}}, "context_management"),
+        (edited(CLEAR_THINKING | {"keep": "all"}, 3), "context_management"),
+        (edited(CLEAR_THINKING, 1), "context_management"),
+        (edited(CLEAR_USES, 4), "context_management"),
+        (edited(CLEAR_USES | {"trigger": {"type": "tool_uses", "value": 2}}, 3), "context_management"),
+        (edited({"type": "compact_20260112"}, 3), "context_management"),
+        ({"thinking": {"type": "adaptive", "display": "omitted"}}, "thinking.display"),
+        ({"output_config": {"task_budget": {"type": "tokens", "total": 9}}}, "output_config.task_budget"),
+        ({"tools": [*TOOLS, SEARCH]}, "tools.web_search_20250305"),
+        ({"thinking": {"type": "adaptive", "x" * 300: 1}}, "thinking." + "x" * 55),
+    ],
+)
+@pytest.mark.parametrize("route", ["/v1/messages", "/v1/messages/count_tokens"])
+def test_what_changes_nothing_is_accepted_and_named(
+    serve: Serve, route: str, body: dict[str, Any], ignored: str
+) -> None:
+    async def scenario() -> None:
+        async with serve(context_length=2048, max_total_tokens=4096) as server:
+            reply = await server.http.post(route, json=ASKED | {"max_tokens": 4} | body)
+            assert reply.status_code == 200, reply.text
+            if route == "/v1/messages":
+                assert reply.headers["x-specray-ignored-fields"] == ignored
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("fields", [{"output_format": FORMAT}, {"output_config": {"format": FORMAT}}])
+def test_both_names_of_a_format_are_enforced(fields: dict[str, Any]) -> None:
+    grammar = MessagesRequest.model_validate(ASKED | fields).for_chat().grammar
+    assert grammar is not None
+    assert '"ok"' in grammar.text
+
+
 def test_counted_tokens_are_those_of_the_message(serve: Serve) -> None:
     async def scenario() -> None:
         async with serve() as server:
@@ -232,8 +380,36 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x"}}
         ({"max_tokens": None}, 400, "invalid_request_error", "max_tokens"),
         ({"temperature": 1.5}, 400, "invalid_request_error", "temperature"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, 400, "invalid_request_error", "image"),
-        ({"messages": [{"role": "system", "content": "x"}]}, 400, "invalid_request_error", "role"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, 400, "invalid_request_error", "tools.0"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, 400, "invalid_request_error", "role"),
+        ({"tools": [SEARCH]}, 400, "invalid_request_error", "only tools that Anthropic runs (web_search_20250305)"),
+        ({"tools": [*TOOLS, SEARCH], "tool_choice": NAMED_SEARCH}, 400, "invalid_request_error", "names 'web_search'"),
+        (
+            {"tools": [{"type": "bash_20250124", "name": "bash"}]},
+            400,
+            "invalid_request_error",
+            "tools.0.type='bash_20250124': the model does",
+        ),
+        ({"tools": [tool | {"defer_loading": True} for tool in TOOLS]}, 400, "invalid_request_error", "defer_loading"),
+        (with_result(IMAGE), 400, "invalid_request_error", "messages.2.content.0.content.0.type='image': a tool's"),
+        (with_result(PDF), 400, "invalid_request_error", "only documents whose source is of type 'text'"),
+        ({"messages": [*USER, {"role": "assistant", "content": [USED]}]}, 400, "invalid_request_error", "tool_result"),
+        ({"messages": BEGUN, "output_format": FORMAT}, 400, "invalid_request_error", "cannot have a format"),
+        ({"output_format": FORMAT, "output_config": {"format": OTHER}}, 400, "invalid_request_error", "differ"),
+        (edited(CLEAR_THINKING | {"keep": {"type": "thinking_turns", "value": 1}}, 2), 400, ERROR, "would change"),
+        (edited(CLEAR_THINKING, 2), 400, "invalid_request_error", "context_management.edits.0 (clear_thinking"),
+        (
+            edited(CLEAR_USES | {"trigger": {"type": "tool_uses", "value": 4}}, 4),
+            400,
+            ERROR,
+            "would change this prompt",
+        ),
+        (
+            edited({"type": "compact_20260112", "trigger": {"type": "input_tokens", "value": 2}}, 0),
+            400,
+            ERROR,
+            "compact",
+        ),
+        (edited({"type": "clear_all"}, 0), 400, "invalid_request_error", "context_management.edits.0"),
         ({"tools": TOOLS[:1] * 2}, 400, "invalid_request_error", "two tools"),
         ({"tool_choice": {"type": "tool", "name": "g"}}, 400, "invalid_request_error", "'g'"),
         ({"mcp_servers": [{"type": "url"}]}, 400, "invalid_request_error", "mcp_servers"),
