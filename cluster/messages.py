@@ -18,6 +18,7 @@ class RouterInfo(NamedTuple):
     dtype: str  # of the target's weights and KV
     is_batch_invariant: bool  # see Capacity
     rank_nodes: tuple[str, ...]  # address of each rank's node
+    node_id: str = ""  # of the router's node; empty outside of Ray
     without_graphs: tuple[str, ...] = ()  # see Capacity
 
 
@@ -50,4 +51,13 @@ class RouterHeartbeat(NamedTuple):
     num_others: int = 0  # unfinished requests of other ingresses than the receiver
 
 
-Item = RouterInfo | RouterHeartbeat | list[RequestOutput]
+class ConnectionEnd(NamedTuple):
+    """Why a router ends a connection; the last item of its stream."""
+
+    reason: str
+    # The receiver's requests that the engine computed when it ended, one of which may be why. None: not known.
+    request_ids: list[str] | None
+    was_alone: bool = False  # the engine computed a single request, which it had isolated: it is why
+
+
+Item = RouterInfo | RouterHeartbeat | list[RequestOutput] | ConnectionEnd

@@ -27,6 +27,12 @@ class QueueFullError(SpecRayError):
     status = 429
 
 
+class PoisonRequestError(SpecRayError):
+    """Engines have stopped while they computed this request; no other one gets it."""
+
+    code = "poison_request"
+
+
 class EngineDeadError(SpecRayError):
     """The engine has stopped because a rank died or the step loop failed."""
 

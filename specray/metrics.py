@@ -56,6 +56,16 @@ METRICS = (
     Metric("specray_num_preemptions_total", "counter", "Number of times a running request was preempted."),
     Metric("specray_request_finished_total", "counter", "Requests ended.", "finished_reason", REASONS),
     Metric("specray_requests_refused_total", "counter", "Requests refused because the queue was full."),
+    Metric(
+        "specray_suspect_requests_total",
+        "counter",
+        "Requests that ran alone at first, because another engine had ended while it computed them.",
+    ),
+    Metric(
+        "specray_poison_requests_total",
+        "counter",
+        "Requests given up with an error, because engines ended while they computed them.",
+    ),
     Metric("specray_steps_total", "counter", "Engine steps."),
     Metric(
         "specray_step_seconds_total",

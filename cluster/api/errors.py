@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from cluster.api.anthropic.errors import anthropic_error, is_anthropic_route
-from specray.errors import InvalidRequestError, SpecRayError
+from specray.errors import InvalidRequestError, PoisonRequestError, SpecRayError
 
 INTERNAL_MESSAGE = "internal server error, logged on the server; send the request again"
 UNSUPPORTED_TYPE = "unsupported_type"  # pydantic's type of an error for an object whose field `type` is not known
@@ -61,6 +61,8 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
+        if self.code == PoisonRequestError.code:
+            return {"x-should-retry": "false"}  # OpenAI's and Anthropic's clients send other requests again after a 500
         return {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
 
 
@@ -85,7 +87,7 @@ def error_response(error: ApiError) -> Response:
 def from_engine(error: SpecRayError) -> ApiError:
     """Convert an engine error; its status is kept."""
     param, retry_after_s = getattr(error, "param", None), getattr(error, "retry_after_s", None)
-    return ApiError(error.status, str(error), param, retry_after_s=retry_after_s)
+    return ApiError(error.status, str(error), param, getattr(error, "code", None), retry_after_s)
 
 
 async def handle_api_error(_: Request, error: Exception) -> Response:

@@ -7,7 +7,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 
 from cluster.liveness.heartbeat import LocalHeartbeat
-from cluster.messages import Item, RouterHeartbeat, RouterInfo
+from cluster.messages import ConnectionEnd, Item, RouterHeartbeat, RouterInfo
+from specray.errors import EngineDeadError
 from specray.outputs import RequestOutput
 
 
@@ -24,7 +25,7 @@ class Connection:
         self.lease = LocalHeartbeat(clock)
         self.lease.beat()
         self.request_ids: set[str] = set()
-        self.items: asyncio.Queue[Item | Exception] = asyncio.Queue()
+        self.items: asyncio.Queue[Item] = asyncio.Queue()
 
 
 class Connections:
@@ -46,16 +47,16 @@ class Connections:
     async def stream(self, connection_id: str, info: RouterInfo) -> AsyncIterator[Item]:
         """Open a connection. Yields `info`, then heartbeats and one item per step with outputs for the connection.
 
-        Ends only by raising the error passed to `fail`, or TimeoutError when the lease has expired.
+        Ends only by raising EngineDeadError, after the ConnectionEnd that `fail` or an expired lease has caused.
         """
         connection = self._by_id[connection_id] = Connection(self._clock)
         try:
             yield info
             while True:
                 item = await connection.items.get()
-                if isinstance(item, Exception):
-                    raise item
                 yield item
+                if isinstance(item, ConnectionEnd):
+                    raise EngineDeadError(item.reason)
         finally:
             self._close(connection_id)
 
@@ -99,13 +100,14 @@ class Connections:
         """Close connections not renewed for `lease_s` seconds. Ray does not end a stream whose reader died."""
         for connection_id, connection in list(self._by_id.items()):
             if connection.lease.is_overdue(lease_s):
-                connection.items.put_nowait(TimeoutError("the connection's lease expired"))
+                connection.items.put_nowait(ConnectionEnd("the connection's lease expired", []))
                 self._close(connection_id)
 
-    def fail(self, error: Exception) -> None:
-        """End every stream by raising `error` in it."""
+    def fail(self, end: ConnectionEnd) -> None:
+        """End every connection."""
         for connection in self._by_id.values():
-            connection.items.put_nowait(error)
+            ids = end.request_ids and [each for each in end.request_ids if each in connection.request_ids]
+            connection.items.put_nowait(end._replace(request_ids=ids))
 
     def _close(self, connection_id: str) -> None:
         connection = self._by_id.pop(connection_id, None)

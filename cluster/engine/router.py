@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable
 from math import inf
 from typing import Any
 
+import ray
 from ray import serve
 from ray.serve.exceptions import RayServeException
 
@@ -27,7 +28,7 @@ from cluster.engine.metrics import RayExporter, log_line
 from cluster.engine.reconciler import DrafterReconciler, drafter_report
 from cluster.liveness.heartbeat import LocalHeartbeat
 from cluster.log_level import set_log_level
-from cluster.messages import DesiredDrafter, Item, Refusal, RouterHeartbeat, RouterInfo
+from cluster.messages import ConnectionEnd, DesiredDrafter, Item, Refusal, RouterHeartbeat, RouterInfo
 from specray.engine.async_engine import AsyncEngine
 from specray.engine.engine import Engine
 from specray.engine.request import EngineRequest
@@ -130,9 +131,19 @@ class Router:
         self._connections.remove(request_ids)
         self._engine.abort(request_ids)
 
-    async def renew(self, connection_id: str, num_refused: int, to: str | None = None) -> bool:  # noqa: ARG002  # connection IDs are unique
-        """Renew a connection's lease, and count requests that its ingress refused. False for an unknown connection."""
+    async def renew(
+        self,
+        connection_id: str,
+        num_refused: int,
+        num_poison: int,
+        to: str | None = None,  # noqa: ARG002  # connection IDs are unique
+    ) -> bool:
+        """Renew a connection's lease, and count requests that its ingress refused or gave up as poison.
+
+        False for an unknown connection.
+        """
         self._engine.add_refused(num_refused)
+        self._engine.add_poison(num_poison)
         return self._connections.renew(connection_id)
 
     async def stats(self, to: str | None = None) -> Snapshot:
@@ -210,7 +221,20 @@ class Router:
             return
         self._error = reason
         logger.error("the engine died: %s; this replica exits", reason)
-        self._connections.fail(EngineDeadError(reason))
+        computing = self._engine.computing
+        for request in computing:
+            logger.error(
+                "the engine computed %s: %d prompt and %d output tokens, tenant %r, %d engines lost before",
+                request.request_id,
+                request.num_prompt_tokens,
+                request.num_output_tokens,
+                request.spec.tenant,
+                request.spec.num_deaths,
+            )
+        was_alone = len(computing) == 1 and computing[0].is_suspect
+        # An engine that fails between two steps may do so for any request.
+        ids = [request.request_id for request in computing] or None
+        self._connections.fail(ConnectionEnd(reason, ids, was_alone))
         threading.Thread(target=self._executor.close, daemon=True).start()  # kills frozen processes, too
         self._loop.call_later(LAST_OUTPUT_S, self._exit_process, 1)
 
@@ -343,5 +367,6 @@ def _info(config: AppConfig, engine: Engine, rank_nodes: tuple[str, ...]) -> Rou
         dtype=capacity.dtype,
         is_batch_invariant=capacity.is_batch_invariant,
         rank_nodes=rank_nodes,
+        node_id=ray.get_runtime_context().get_node_id() if ray.is_initialized() else "",
         without_graphs=capacity.without_graphs,
     )

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, Protocol
 
 from cluster.liveness.heartbeat import LocalHeartbeat
 from cluster.liveness.own_stalls import SilenceWatch, within
-from cluster.messages import DesiredDrafter, Item, Refusal, RouterHeartbeat, RouterInfo
+from cluster.messages import ConnectionEnd, DesiredDrafter, Item, Refusal, RouterHeartbeat, RouterInfo
 from cluster.routing.policy import ReplicaState
 from cluster.tasks import Tasks
 from specray.engine.request import EngineRequest
@@ -39,7 +39,7 @@ class RouterHandle(Protocol):
 
     async def abort(self, request_ids: list[str]) -> None: ...
 
-    async def renew(self, connection_id: str, num_refused: int) -> bool: ...
+    async def renew(self, connection_id: str, num_refused: int, num_poison: int) -> bool: ...
 
     async def stats(self) -> Snapshot: ...
 
@@ -65,7 +65,12 @@ class RequestRefusedError(SpecRayError):
 
 
 class RouterLostError(EngineDeadError):
-    """The connection to the router is lost, and with it the state of its requests."""
+    """The connection to the router on `node_id` is lost, and with it the state of its requests."""
+
+    def __init__(self, message: str, end: ConnectionEnd | None = None, node_id: str = "") -> None:
+        super().__init__(message)
+        self.end = end if end is not None else ConnectionEnd(message, None)
+        self.node_id = node_id
 
 
 Listener = Callable[[RequestOutput | RouterLostError], None]
@@ -97,6 +102,8 @@ class RouterClient:
         self._connection_id = uuid.uuid4().hex
         self._listeners: dict[str, Listener] = {}
         self._num_refused = 0  # requests refused here since the last renewal
+        self._num_poison = 0  # requests given up here since then
+        self._end: ConnectionEnd | None = None
         self._closes_when_idle = False
         self._stream_ended = False
         self._stream = LocalHeartbeat()  # beats with every item
@@ -138,6 +145,10 @@ class RouterClient:
         """Refuse a request on behalf of the router, and count it for the router's metrics."""
         self._num_refused += 1
         raise RequestRefusedError(refusal)
+
+    def count_poison(self, count: int) -> None:
+        """Count requests that were given up, for the metrics of this router, which is another one than it ended."""
+        self._num_poison += count
 
     def close_when_idle(self) -> None:
         """Send no new requests, and disconnect once all requests have finished. Serve is about to stop the router."""
@@ -247,10 +258,13 @@ class RouterClient:
         finally:
             for part in parts:
                 part.cancel()
+            node_id = self.info.node_id if self.info is not None else ""
             self.info, self._stream_ended = None, True
+            if self._closes_when_idle:
+                self._end = ConnectionEnd("the router was stopped", [])
             listeners, self._listeners = self._listeners, {}
             for listener in set(listeners.values()):
-                listener(RouterLostError("the engine stopped while it worked on this request"))
+                listener(RouterLostError("the engine stopped while it worked on this request", self._end, node_id))
             self._on_close()
 
     async def _receive(self) -> None:
@@ -262,6 +276,8 @@ class RouterClient:
                 logger.info("connected to the router %s: %s", self.replica_id, item)
             elif isinstance(item, RouterHeartbeat):
                 self._heartbeat, self._heartbeat_at = item, asyncio.get_running_loop().time()
+            elif isinstance(item, ConnectionEnd):
+                self._end = item
             else:
                 self._deliver(item)
         raise EngineDeadError("the output stream ended")
@@ -290,9 +306,11 @@ class RouterClient:
         while True:
             await asyncio.sleep(self._lease_s / 4)
             if self.info is not None and not self._closes_when_idle:
-                num_refused, self._num_refused = self._num_refused, 0
-                if not await within(self._lease_s, self._handle.renew(self._connection_id, num_refused)):
-                    raise EngineDeadError("the router has dropped this connection")
+                counts = self._num_refused, self._num_poison
+                self._num_refused = self._num_poison = 0
+                if not await within(self._lease_s, self._handle.renew(self._connection_id, *counts)):
+                    self._end = ConnectionEnd("the router has dropped this connection", [])
+                    raise EngineDeadError(self._end.reason)
 
 
 def first_line(error: BaseException) -> str:

@@ -5,6 +5,7 @@ import contextvars
 from collections.abc import AsyncIterator, Collection, Iterable
 from typing import Any
 
+import ray
 from ray.serve.handle import DeploymentHandle, DeploymentResponse, DeploymentResponseGenerator
 
 from cluster.messages import DesiredDrafter, Item, Refusal
@@ -40,6 +41,10 @@ class ServeReplicaDirectory:
     def handle(self, replica_id: str) -> "ServeRouterHandle":
         return ServeRouterHandle(self._handle, replica_id)
 
+    def lost_nodes(self) -> Collection[str]:
+        nodes = ray.nodes()  # type: ignore[no-untyped-call]
+        return [node["NodeID"] for node in nodes if not node["Alive"]]
+
 
 class ServeRouterHandle:
     """`client.RouterHandle` over a Serve handle, for one replica.
@@ -70,8 +75,8 @@ class ServeRouterHandle:
     async def abort(self, request_ids: list[str]) -> None:
         await self._answer(self._handle.abort, request_ids)
 
-    async def renew(self, connection_id: str, num_refused: int) -> bool:
-        is_known: bool = await self._answer(self._handle.renew, connection_id, num_refused)
+    async def renew(self, connection_id: str, num_refused: int, num_poison: int) -> bool:
+        is_known: bool = await self._answer(self._handle.renew, connection_id, num_refused, num_poison)
         return is_known
 
     async def stats(self) -> Snapshot:

@@ -11,16 +11,19 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from math import inf
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+from ray.exceptions import RayError
 
 from cluster.config import AppConfig
+from cluster.liveness.own_stalls import within
 from cluster.messages import RouterInfo
 from cluster.routing.client import NOT_READY, Listener, RequestRefusedError, RouterClient, RouterHandle, RouterLostError
 from cluster.routing.policy import PrefixIndex, choose_route
 from cluster.routing.rollout import DrafterRollout
 from cluster.tasks import Tasks
-from specray.engine.request import EngineRequest
-from specray.errors import EngineDeadError, InvalidRequestError, QueueFullError, SpecRayError
+from specray.engine.request import PROBATION_STEPS, EngineRequest
+from specray.errors import EngineDeadError, InvalidRequestError, PoisonRequestError, QueueFullError, SpecRayError
 from specray.grammar import NO_TOKEN_ALLOWED
 from specray.metrics import Snapshot
 from specray.outputs import FinishReason, RequestOutput, RequestUsage, add_histograms
@@ -30,7 +33,10 @@ DIRECTORY_POLL_S = 0.2  # between updates of the list of routers
 RETRY_INTERVAL_S = 1.0
 OPENING_S = 10.0  # that a new request waits for a router that runs but is not connected yet
 DRAINING = "the server is shutting down and accepts no new requests"
-MAX_FAILOVERS = 8  # per request, because a request that crashes engines must not crash all of them
+# Engines that may end while they compute a request, for other reasons. One that ends while it computes nothing else
+# decides at once.
+MAX_DEATHS = 3
+NODES_TIMEOUT_S = 3.0
 
 logger = logging.getLogger("ray.serve")
 
@@ -52,6 +58,9 @@ class ReplicaDirectory(Protocol):
 
     def handle(self, replica_id: str) -> RouterHandle: ...
 
+    def lost_nodes(self) -> Collection[str]:
+        """IDs of the nodes that have died. Blocks."""
+
 
 class RouterPool:
     """One ingress replica's routers. Construct it inside the event loop, then `start` it."""
@@ -72,6 +81,7 @@ class RouterPool:
         self._started_at = -inf
         self.failover_s = config.server.failover_s
         self.num_failovers = 0
+        self._num_poison = 0  # not reported to a router yet
 
     def start(self) -> None:
         self._started_at = asyncio.get_running_loop().time()
@@ -236,6 +246,23 @@ class RouterPool:
                 return client
         raise refusal
 
+    async def lost_nodes(self) -> Collection[str]:
+        """IDs of the nodes that have died; none if Ray does not answer."""
+        try:
+            return await within(NODES_TIMEOUT_S, asyncio.to_thread(self._directory.lost_nodes))
+        except (RayError, TimeoutError) as error:
+            logger.warning("Ray did not list its nodes: %s", type(error).__name__)
+            return []
+
+    def count_poison(self, count: int) -> None:
+        """Count requests that are given up, in the metrics of any router that is connected or will be."""
+        self._num_poison += count
+        for client in self._clients.values():
+            if client.state.is_open:
+                client.count_poison(self._num_poison)
+                self._num_poison = 0
+                return
+
     async def wait_for_change(self, until: float) -> None:
         """Wait until a router connects or disconnects, at most until `until` on the loop's clock."""
         self._changed.clear()
@@ -268,6 +295,7 @@ class RouterPool:
         def on_open() -> None:
             self._last_info = client.info
             self._is_replacing = False
+            self.count_poison(0)
             self._changed.set()
 
         def on_close() -> None:
@@ -299,7 +327,6 @@ class RequestStream:
         self._unfinished: dict[str, int] = {}  # request id of the current attempt -> index
         self._client: RouterClient | None = None
         self._num_attempts = 0
-        self._num_failovers = 0
         self._timeout_s = timeout_s
         self._deadline = asyncio.get_running_loop().time() + timeout_s
         self._events: asyncio.Queue[RequestOutput | RouterLostError] = asyncio.Queue()
@@ -326,6 +353,7 @@ class RequestStream:
         while self._unfinished:
             event = await self._next()
             if isinstance(event, RouterLostError):
+                await self._refuse_poison(event)
                 await self._fail_over()
                 continue
             index = self._unfinished.get(event.request_id)
@@ -372,15 +400,39 @@ class RequestStream:
         self._events = asyncio.Queue()
         return self._events.put_nowait
 
+    async def _refuse_poison(self, lost: RouterLostError) -> None:
+        """PoisonRequestError if a request must not be given to another engine after this one was lost."""
+        blamed = [
+            self._progress[index]
+            for request_id, index in self._unfinished.items()
+            if lost.end.request_ids is None or request_id in lost.end.request_ids
+        ]
+        suspects = [progress for progress in blamed if progress.dies_with(lost)]
+        if not suspects:
+            return
+        lost_nodes = await self._router_pool.lost_nodes()
+        guilty = [progress for progress in suspects if progress.is_poison(lost_nodes)]
+        if not guilty:
+            return
+        self._router_pool.count_poison(len(guilty))
+        name, count = guilty[0].request_id, len(guilty[0].deaths)
+        logger.error(
+            "gave up the request %s: %d engines stopped while they computed it, the last: %s",
+            name,
+            count,
+            lost.end.reason,
+        )
+        raise PoisonRequestError(
+            f"{count} engines stopped while they computed this request, so no other one gets it; do not send it again "
+            f"as it is. The server's log has the reason under {name}"
+        )
+
     async def _fail_over(self) -> None:
         """Continue the unfinished requests on the first engine that accepts them."""
         indexes = list(self._unfinished.values())
         clock = asyncio.get_running_loop().time
         give_up_at = min(self._deadline, clock() + self._router_pool.failover_s)
         self._client = None
-        self._num_failovers += 1
-        if self._num_failovers > MAX_FAILOVERS:
-            raise EngineDeadError(f"{LOST} ({self._num_failovers} engines stopped)")
         while self._client is None:
             try:
                 await self._dispatch(indexes)
@@ -392,19 +444,29 @@ class RequestStream:
         logger.warning("%d requests continue on the router %s", len(indexes), self._client.replica_id)
 
 
+class _Death(NamedTuple):
+    """The end of an engine that computed a request."""
+
+    node_id: str  # of its router
+    was_alone: bool  # the engine computed nothing else, because the request was a suspect
+
+
 class _RequestProgress:
     """One request of a `RequestStream`, and its output so far."""
 
     def __init__(self, request: EngineRequest) -> None:
         self._request = request
+        self.deaths: list[_Death] = []  # engines that ended while they computed it
         self._emitted: list[int] = []
         self._has_prompt_logprobs = False
         self._drafter = request.drafter  # the next engine keeps it, if it has such a drafter
         self._usage: RequestUsage | None = None
         self._usage_before: RequestUsage | None = None  # of earlier attempts
+        self._has_begun, self._num_steps = False, 0  # of this attempt
 
     def attempt(self, number: int, timeout_s: float) -> EngineRequest:
         """The request for the next engine, with the remaining time and its own request id."""
+        self._has_begun, self._num_steps = False, 0
         if number == 0:
             return replace(self._request, timeout_s=timeout_s)
         self._usage_before = self._usage
@@ -420,11 +482,30 @@ class _RequestProgress:
             emitted_token_ids=emitted,
             timeout_s=timeout_s,
             drafter=self._drafter,
+            num_deaths=len(self.deaths),
         )
+
+    @property
+    def request_id(self) -> str:
+        return self._request.request_id
+
+    def dies_with(self, lost: RouterLostError) -> bool:
+        """Record that the engine was lost while it computed this request. Whether that may be its fault."""
+        is_known = lost.end.request_ids is not None
+        # A router that ended without a word computed nothing but its first suspect, unless all had passed.
+        was_alone = lost.end.was_alone if is_known else self._has_begun and self._num_steps < PROBATION_STEPS
+        self.deaths.append(_Death(lost.node_id, was_alone and bool(self.deaths)))
+        return self.deaths[-1].was_alone or len(self.deaths) >= MAX_DEATHS
+
+    def is_poison(self, lost_nodes: Collection[str]) -> bool:
+        """The same if the engines on `lost_nodes` were lost with their nodes."""
+        self.deaths = [death for death in self.deaths if death.node_id not in lost_nodes]
+        return (len(self.deaths) > 1 and self.deaths[-1].was_alone) or len(self.deaths) >= MAX_DEATHS
 
     def add(self, output: RequestOutput) -> RequestOutput:
         """Record an output, and return it with the usage of all attempts."""
         self._emitted += output.token_ids
+        self._has_begun, self._num_steps = True, output.usage.num_verify_steps
         self._has_prompt_logprobs = self._has_prompt_logprobs or output.prompt_logprobs is not None
         self._usage = _merge_usage(self._usage_before, output.usage)
         self._drafter = output.usage.drafter or self._drafter

@@ -70,6 +70,14 @@ ALERTS = (
         "Clients get 429. Add replicas, or raise max_queued_requests if they can wait.",
     ),
     Alert(
+        "SpecRayPoisonRequest",
+        f"{rate('specray_poison_requests_total', 'application', window='15m')} > 0",
+        "0m",
+        "warning",
+        "A request ended two engines of {{ $labels.application }} and was given up.",
+        "The logs of router and ingress name it: look for `the engine computed` and `gave up the request`.",
+    ),
+    Alert(
         "SpecRayStalled",
         f"{gauge('specray_num_requests_running', 'replica')} > 0 and {rate(GENERATED, 'replica', window='2m')} == 0",
         "1m",

@@ -405,6 +405,16 @@ FAULTS = Row(
             ),
         ),
         Panel(
+            "Suspected requests",
+            PER_MINUTE,
+            "Requests that an engine computed when it ended: run alone at first in the next one (suspected), and those "
+            "that were given up with an error because that one ended, too.",
+            (
+                Query(f"60 * {rate('specray_suspect_requests_total', 'replica')}", "{{replica}} suspected"),
+                Query(f"60 * {rate('specray_poison_requests_total', 'replica')}", "{{replica}} given up"),
+            ),
+        ),
+        Panel(
             "Drafter faults",
             PER_MINUTE,
             "Steps in which drafts were missing, by reason. All reasons but `late`, `no_handshake` and `member_nan` "

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from specray.config import SpeculativeConfig
 from specray.engine.engine import Engine
 from specray.engine.output_buffer import OutputBuffer
-from specray.engine.request import EngineRequest
+from specray.engine.request import EngineRequest, Request
 from specray.errors import EngineDeadError, QueueFullError
 from specray.metrics import Snapshot
 from specray.outputs import RequestOutput
@@ -74,6 +74,10 @@ class AsyncEngine:
         """Count requests refused for a full queue. Only the caller's thread writes this metric."""
         self._engine.stats.add("specray_requests_refused_total", count)
 
+    def add_poison(self, count: int) -> None:
+        """Count requests that were given up, because engines ended while they computed them."""
+        self._engine.stats.add("specray_poison_requests_total", count)
+
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests early, with finish reason `abort`. Unknown or finished ids are ignored."""
         ended = list(request_ids)
@@ -94,6 +98,11 @@ class AsyncEngine:
     def stats(self) -> Snapshot:
         """Metrics as of the last step."""
         return self._snapshot
+
+    @property
+    def computing(self) -> list[Request]:
+        """See `Engine.computing`."""
+        return self._engine.computing
 
     @property
     def error(self) -> str | None:

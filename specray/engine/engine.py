@@ -45,6 +45,7 @@ class Engine:
         self._in_flight: deque[StepPlan] = deque()  # submitted and not collected
         self._timer = StepTimer()  # used if the budget or the selector learns
         self._pending_outputs: list[RequestOutput] = []  # not returned yet; kept if a step fails
+        self._entering: Request | None = None  # is being queued
 
     @property
     def has_work(self) -> bool:
@@ -57,7 +58,7 @@ class Engine:
 
     def enqueue(self, spec: EngineRequest) -> None:
         """Queue a request that passed `admission.check`."""
-        request = self.admission.request_of(spec, time.monotonic())
+        request = self._entering = self.admission.request_of(spec, time.monotonic())
         eos_ids, max_new = self.capacity.eos_token_ids, request.max_length - request.num_prompt_tokens
         text = TextStream(self._tokenizer, spec.params, eos_ids, max_new, records_lengths=spec.traces_drafts)
         resumed = text.feed(spec.emitted_token_ids)  # the caller already has this text
@@ -68,6 +69,12 @@ class Engine:
         self.scheduler.add(request)
         self._requests[spec.request_id], self._texts[spec.request_id] = request, text
         self._record.queued(request)
+        self._entering = None
+
+    @property
+    def computing(self) -> list[Request]:
+        """What the engine works on: if it ends now, one of these requests may be why. Thread-safe."""
+        return self.scheduler.computing if self._entering is None else [self._entering]
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests now; the next `step` reports them. Unknown or finished ids are ignored."""

@@ -24,6 +24,7 @@ class StatsRecorder:
 
     def queued(self, request: Request) -> None:
         self._stats_of(request).add("specray_prompt_tokens_total", request.num_prompt_tokens)
+        self._stats_of(request).add("specray_suspect_requests_total", request.is_suspect)
 
     def started(self, started: Sequence[Request]) -> None:
         """A step was planned, in which these requests have their first tokens computed."""

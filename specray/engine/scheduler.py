@@ -5,6 +5,9 @@ some of its known tokens, and once none is left it verifies a draft tree. `fair_
 
 A step may be planned before the result of the last one is known. A request then gets blocks for the most tokens that
 it can have, and is left out if it may have ended. The worker knows its tokens and needs no more from the plan.
+
+A suspect, which an earlier engine may have ended of, has its first steps alone while all others pause. If this engine
+ends as well, it was that request and no other.
 """
 
 from collections import deque
@@ -48,6 +51,8 @@ class Scheduler:
         self._num_steps, self._mixed_until = 0, 0
         # The requests of planned steps, each with its number of preemptions at that time.
         self._planned: deque[list[tuple[Request, int]]] = deque()
+        self._committing: list[tuple[Request, int]] = []  # those of the step whose result has arrived
+        self._suspects: list[Request] = []  # oldest first; only the first one runs
         self.num_preemptions = 0
 
     @property
@@ -64,7 +69,15 @@ class Scheduler:
         """The longest request that the whole pool can hold."""
         return self.pool.num_usable * self.block_size
 
+    @property
+    def computing(self) -> list[Request]:
+        """The requests of the steps that are planned or being committed. Safe to read from another thread."""
+        steps = [*self._planned, self._committing]
+        return list(dict.fromkeys(request for step in steps for request, _ in step))
+
     def add(self, request: Request) -> None:
+        if request.is_suspect:
+            self._suspects.append(request)
         self.waiting.append(request)
 
     def schedule(self) -> StepPlan:
@@ -72,6 +85,9 @@ class Scheduler:
 
         Drafts get blocks last, so they never keep a request out of the step. An empty plan must not be run.
         """
+        self._committing = []
+        if self._suspects:
+            return self._schedule_alone(self._suspects[0])
         (budget, chunk), num_preemptions = self._limit_prefill(), self.num_preemptions
         work: list[tuple[Request, int, list[int]]] = []  # known tokens to compute, blocks added for them
         for request in list(self.running):
@@ -91,6 +107,23 @@ class Scheduler:
             new_requests.append(new_request(request, self.eos_token_ids))
             work.append((request, num_tokens, []))
             budget -= num_tokens
+        return self._plan(work, new_requests)
+
+    def _schedule_alone(self, suspect: Request) -> StepPlan:
+        """Plan a step of one request while all others pause. The plan is empty until no planned step has others."""
+        is_ending = bool(suspect.in_flight) and suspect.most_tokens >= suspect.max_length
+        if is_ending or any(request is not suspect for step in self._planned for request, _ in step):
+            return StepPlan(self._num_steps, [], [], [])
+        new_requests, blocks = [], self._keep(suspect) if suspect.status is Status.RUNNING else None
+        if suspect.status is Status.WAITING:
+            self.waiting.remove(suspect)
+            while not (self._free_slots and self._admit(suspect)):
+                self._preempt(self.running[-1])
+            new_requests, blocks = [new_request(suspect, self.eos_token_ids)], []
+        num_tokens = self._num_tokens(suspect, min(self._prefill_limits))
+        return self._plan([(suspect, num_tokens, blocks)] if num_tokens and blocks is not None else [], new_requests)
+
+    def _plan(self, work: list[tuple[Request, int, list[int]]], new_requests: list[NewRequest]) -> StepPlan:
         limits, runs_drafter = self._draft_limits(work)
         rows = [self._schedule_request(*item, limit) for item, limit in zip(work, limits, strict=True)]
         freed, self._freed_slots = self._freed_slots, []
@@ -106,7 +139,8 @@ class Scheduler:
         Requests that ended after the plan was made, or were preempted and compute these tokens again, are left out.
         """
         emitted = []
-        planned = zip(self._planned.popleft(), plan.rows, result.rows, strict=True)
+        self._committing = self._planned.popleft()
+        planned = zip(self._committing, plan.rows, result.rows, strict=True)
         for (request, num_preemptions), row, row_result in planned:
             assert row.slot == row_result.slot, (row, row_result)
             if request.status is Status.RUNNING and request.num_preemptions == num_preemptions:
@@ -126,6 +160,8 @@ class Scheduler:
                 self.budget.record_tree(request.acceptance, num_drafts, result.accepted_nodes, result.draft_scores)
             request.count_verify(num_drafts, num_kept - 1)
             request.num_computed_tokens += num_kept - 1
+            if request in self._suspects and not request.is_suspect:
+                self._suspects.remove(request)
         request.token_ids += result.token_ids[:num_kept]
         if self.waiting.num_waiting:  # an empty queue charges nobody
             self.waiting.charge(request, len(result.token_ids))
@@ -138,6 +174,8 @@ class Scheduler:
         elif request.status is Status.RUNNING:
             self.running.remove(request)
             self._release(request)
+        if request in self._suspects:
+            self._suspects.remove(request)
         request.status = Status.FINISHED
         if not self.running and not self.waiting.num_waiting:
             self._mixed_until = 0  # the next prompt delays no other request

@@ -25,7 +25,11 @@ class Safeguard(NamedTuple):
     new: str
 
 
-NO_FAILOVER = Safeguard("cluster/routing/router_pool.py", "MAX_FAILOVERS = 8 ", "MAX_FAILOVERS = 0 ")
+NO_FAILOVER = Safeguard(
+    "cluster/routing/router_pool.py",
+    "                await self._fail_over()\n",
+    "                raise EngineDeadError(LOST)\n",
+)
 NO_DRAIN = Safeguard(
     "cluster/routing/client.py", "if self._closes_when_idle and not self._listeners:", "if self._closes_when_idle:"
 )

@@ -38,6 +38,7 @@ from specray.worker.remote_drafter.handshake import DrafterHandshake
 TEXT = "The quick brown fox, é 🎉 and so on. "  # the output of scripted ranks, repeated
 TEMPLATE = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}"
 END = "<|end|>"
+FATAL = "DIE!"
 REJECTED = 1  # the token of rejected drafts in scripted trees
 
 
@@ -72,7 +73,10 @@ class ScriptedSupervisor:
 
 
 class ScriptedRanks:
-    """An executor whose rows repeat TEXT, with up to two accepted drafts per step. `broken` simulates a dead rank."""
+    """An executor whose rows repeat TEXT, with up to two accepted drafts per step.
+
+    `broken` simulates a dead rank. A request whose prompt contains FATAL breaks it in the step that computes it.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, step_s: float = 0.0, context_length: int = 512) -> None:
         self.tokenizer = tokenizer
@@ -94,6 +98,8 @@ class ScriptedRanks:
             self._rows[row.slot] = row
             self._pending[row.slot] = len(row.token_ids) - row.num_computed_tokens
             self._written[row.slot] = len(row.token_ids) - row.num_prompt_tokens
+        if any(FATAL in self.tokenizer.decode(self._rows[step.slot].token_ids) for step in plan.rows):
+            self.broken = "rank 0 of the target died"
         rows = [self._run(step.slot, step.num_tokens, step.draft_limit.num_tokens) for step in plan.rows]
         self._results.append(StepResult(plan.step_id, rows, StepTimes(0.0, 0.0, 0.0, 0.0)))
 
@@ -163,9 +169,18 @@ class Replica:
         self.runs = asyncio.Event()
         self.runs.set()
 
+    @property
+    def runs_on(self) -> bool:
+        return not self.is_dead and not self.exit_statuses
+
     def kill(self) -> None:
         self.is_dead = True
-        self.router._connections.fail(ConnectionError("the process is gone"))
+        self.end_streams()
+
+    def end_streams(self) -> None:
+        """End them as a process that is gone: without a ConnectionEnd."""
+        for connection in self.router._connections._by_id.values():
+            connection.items.put_nowait([])  # wakes the reader, which finds the process gone
 
     def freeze(self) -> None:
         self.runs.clear()
@@ -199,10 +214,10 @@ class ReplicaHandle:
     async def abort(self, request_ids: list[str]) -> None:
         await (await self._reach()).abort(request_ids)
 
-    async def renew(self, connection_id: str, num_refused: int) -> bool:
+    async def renew(self, connection_id: str, num_refused: int, num_poison: int) -> bool:
         if self._replica.is_stopping:  # Serve retries calls to an unlisted replica forever
             await asyncio.Event().wait()
-        return await (await self._reach()).renew(connection_id, num_refused)
+        return await (await self._reach()).renew(connection_id, num_refused, num_poison)
 
     async def stats(self) -> Snapshot:
         return await (await self._reach()).stats()
@@ -224,7 +239,7 @@ class ReplicaHandle:
 
     async def _reach(self) -> Router:
         await self._replica.runs.wait()
-        if self._replica.is_dead:
+        if not self._replica.runs_on:
             raise ConnectionError("the process is gone")
         return self._replica.router
 
@@ -236,6 +251,7 @@ class Server:
         self._start = start
         self._num_started = 0
         self.replicas: list[Replica] = []
+        self.nodes_lost: list[str] = []
         self.http: httpx.AsyncClient
         self.app: FastAPI
         self.service: Service
@@ -247,7 +263,10 @@ class Server:
         return self.replicas[-1]
 
     def replica_ids(self) -> list[str]:
-        return [replica.replica_id for replica in self.replicas if not replica.is_dead and not replica.is_stopping]
+        return [replica.replica_id for replica in self.replicas if replica.runs_on and not replica.is_stopping]
+
+    def lost_nodes(self) -> list[str]:
+        return self.nodes_lost
 
     def handle(self, replica_id: str) -> ReplicaHandle:
         return ReplicaHandle(next(replica for replica in self.replicas if replica.replica_id == replica_id))

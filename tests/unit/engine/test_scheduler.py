@@ -1,6 +1,6 @@
 """Random calls of the engine, on an executor that checks the invariants of every plan."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import replace
 
 import pytest
@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from specray.config import EngineConfig
 from specray.engine.engine import Engine
 from specray.engine.executor import Capacity
-from specray.engine.request import EngineRequest, Request
+from specray.engine.request import PROBATION_STEPS, EngineRequest, Request
 from specray.engine.scheduler import Scheduler
 from specray.errors import InvalidRequestError, QueueFullError
 from specray.outputs import FinishReason, RequestOutput
@@ -54,6 +54,7 @@ class EngineMachine(RuleBasedStateMachine):
     """Compares each request's output with the expected text."""
 
     max_plans = 1
+    suspects_each = 0  # every so many requests, one has ended an engine before
 
     @initialize(
         config=configs(),
@@ -81,6 +82,8 @@ class EngineMachine(RuleBasedStateMachine):
         seed, config = len(self.added), self.engine.config
         self.executor.max_lengths[seed] = len(prompt) + (max_tokens or CONTEXT - len(prompt))
         new = request(seed, prompt, max_tokens, salt)
+        if self.suspects_each:
+            new = replace(new, num_deaths=int(seed % self.suspects_each == 0))
         is_full = len(self.alive) >= config.max_running_requests + config.max_queued_requests
         try:
             self.engine.add_request(new)
@@ -117,7 +120,7 @@ class EngineMachine(RuleBasedStateMachine):
         ran = self.executor.counts.steps > num_steps
         assert had_work or not (outputs or ran)
         assert ran or not alive or self.max_plans > 1, "requests are waiting but none is running"
-        if ran:  # first come, first served; a request that has ended may still have its slot
+        if ran and not self.suspects_each:  # first come, first served; a request that has ended may still have its slot
             running = [seed for seed in self.executor.seeds if seed in alive]
             assert running == alive[: len(running)]
             assert running == self.executor.seeds or self.max_plans > 1
@@ -125,6 +128,8 @@ class EngineMachine(RuleBasedStateMachine):
         for output in outputs:
             self.take(output)
         check_block_accounting(self.engine)
+        planned = {each for step in self.engine.scheduler._planned for each, _ in step}
+        assert len(planned) == 1 or not any(each.is_suspect for each in planned), "a suspect does not run alone"
 
     def take(self, output: RequestOutput) -> None:
         outputs = self.outputs[output.request_id]
@@ -180,10 +185,47 @@ class OverlappedMachine(EngineMachine):
     max_plans = 2
 
 
+class SuspectMachine(OverlappedMachine):
+    """The same with requests that must show that they end no engine."""
+
+    suspects_each = 3
+
+
 TestEngine = EngineMachine.TestCase
 TestEngine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 TestOverlappedEngine = OverlappedMachine.TestCase
 TestOverlappedEngine.settings = TestEngine.settings
+TestEngineWithSuspects = SuspectMachine.TestCase
+TestEngineWithSuspects.settings = TestEngine.settings
+
+
+def test_a_suspect_pauses_the_others_for_as_long_as_it_is_one() -> None:
+    config = EngineConfig(page_size=4)
+    executor = FakeExecutor(config, 80, max_plans=2)
+    engine = Engine(config, executor, TOKENIZER)
+    sizes: list[list[str]] = []
+    submit = executor.submit
+
+    def noted(plan: StepPlan) -> None:
+        submit(plan)
+        sizes.append([f"r{executor.rows[row.slot].seed}" for row in plan.rows])
+
+    executor.submit = noted  # type: ignore[method-assign]
+    for seed in range(4):
+        executor.max_lengths[seed] = 40
+        new = replace(request(seed, [2, 3, 2, 3, seed + 4], 30), num_deaths=int(seed in (2, 3)))
+        new = replace(new, params=replace(new.params, ignore_eos=True))
+        engine.add_request(new)
+    outputs: dict[str, list[int]] = defaultdict(list)
+    for output in run_to_end(engine):
+        outputs[output.request_id] += output.token_ids
+    assert all(len(tokens) == 30 for tokens in outputs.values())
+    rows = [row for row in sizes if row]
+    num_alone = rows.index(["r3"])
+    assert rows[:num_alone] == [["r2"]] * num_alone
+    assert PROBATION_STEPS < num_alone <= PROBATION_STEPS + 3
+    assert max(map(len, rows)) == 4, "afterwards they run together"
+    assert engine.stats.values["specray_suspect_requests_total"] == 2
 
 
 @given(accepts=accept_counts, page_size=st.sampled_from([1, 4]), reuse=st.booleans(), max_plans=st.sampled_from([1, 2]))
