@@ -1,6 +1,7 @@
 """The body of /v1/completions."""
 
-from typing import Self
+from collections.abc import Mapping
+from typing import ClassVar, Self
 
 from pydantic import model_validator
 
@@ -14,6 +15,15 @@ COMPLETION_MAX_TOKENS = 16  # OpenAI's default
 
 class CompletionRequest(OpenAIRequest):
     """Body of /v1/completions."""
+
+    synonyms: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("max_completion_tokens", "max_new_tokens", "max_output_tokens"), "max_tokens"),
+        **dict.fromkeys(("input", "text", "input_ids"), "prompt"),
+        "messages": "prompt, or use /v1/chat/completions",
+        "sampling_seed": "seed",
+        "stop_sequences": "stop",
+        "top_logprobs": "logprobs",
+    }
 
     prompt: PromptField
     logprobs: NumLogprobs | None = None

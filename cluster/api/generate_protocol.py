@@ -2,19 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
 from cluster.api.prompts import MAX_PROMPTS, PromptField, PromptSet, check_choices
-from cluster.api.protocol import UNSUPPORTED, GrammarFields, RequestName, RequestOptions, Sampling
+from cluster.api.protocol import GrammarFields, ModelName, RequestName, RequestOptions, Sampling
+from cluster.api.request_fields import GENERATION, HARMLESS, REFUSED
 from specray.errors import InvalidRequestError
 from specray.sampling_params import MaxTokens, MinTokens, NumLogprobs, SamplingParams, Seed
 
 GENERATE_MAX_TOKENS = 128  # SGLang's default
 FROM_THE_END = -1  # logprob_start_len: no log probabilities of the prompt
-
-WITHOUT_EFFECT = ("spaces_between_special_tokens", "stream_interval")  # in sampling_params
 
 T = TypeVar("T")
 # One value for all prompts, or a list with one for each. The tags keep pydantic's error locations apart.
@@ -37,7 +36,7 @@ class GenerateSampling(Sampling, GrammarFields):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown(cls, value: object) -> object:
-        known = (*cls.model_fields, *UNSUPPORTED, *WITHOUT_EFFECT)
+        known = (*cls.model_fields, *REFUSED, *HARMLESS)
         for name in value if isinstance(value, Mapping) else ():
             if name not in known:
                 close = get_close_matches(str(name)[:64], cls.model_fields, 1, 0.4)
@@ -66,6 +65,18 @@ class GenerateRequest(RequestOptions):
 
     Options that are lists have one element per prompt.
     """
+
+    refusals = REFUSED | GENERATION
+    synonyms: ClassVar[Mapping[str, str]] = {
+        **{name: f"sampling_params with {name}" for name in GenerateSampling.model_fields},
+        **dict.fromkeys(("max_tokens", "max_completion_tokens"), "sampling_params with max_new_tokens"),
+        "seed": "sampling_params with sampling_seed",
+        "prompt": "text or input_ids",
+        "logprobs": "return_logprob",
+        "top_logprobs": "top_logprobs_num",
+    }
+
+    model: ModelName | None = None
 
     text: PromptField | None = None
     input_ids: PromptField | None = None

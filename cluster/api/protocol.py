@@ -2,17 +2,17 @@
 
 Every field has bounds; those of sampling options come from `specray.sampling_params`.
 
-A field that would change the output and is not supported is rejected. `IGNORED` and any other unknown field are
-accepted and listed in `ignored_fields`.
+`request_fields` says which fields that a body does not declare are refused. The others are accepted and listed in
+`ignored_fields`.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticKnownError
 
-from cluster.api.errors import from_validation, short_repr
+from cluster.api.errors import from_validation
 from cluster.api.grammar_fields import grammar_of
 from cluster.api.messages import (
     MAX_TOOLS,
@@ -23,6 +23,7 @@ from cluster.api.messages import (
     check_tools,
     named_functions,
 )
+from cluster.api.request_fields import GENERATION, REFUSED, Refusals, check_refused
 from specray.errors import InvalidRequestError
 from specray.grammar import GrammarSpec
 from specray.sampling_params import (
@@ -52,94 +53,31 @@ MAX_TEMPLATE_VARIABLES = 16
 MAX_NAMED_FIELDS = 20
 MAX_FIELD_NAME = 64
 
-# Unsupported field -> accepted values, which all mean "off". Null is always accepted. An endpoint that supports one of
-# them declares it.
-UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "tool_calls": ([],),
-    "modalities": (["text"],),
-    "audio": (),
-    "web_search_options": (),
-    "reasoning_effort": (),
-    "best_of": (1,),
-    "suffix": ("",),
-    "echo": (False,),
-    "use_beam_search": (False,),
-    "guided_whitespace_pattern": (),
-    "prompt_logprobs": (),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "logits_processors": ([],),
-    "custom_logit_processor": (),
-    "bad_words": ([],),
-    "lora_path": (),
-    "image_data": ([],),
-    "audio_data": ([],),
-    "video_data": ([],),
-    "input_embeds": ([],),
-    "logprob_start_len": (-1,),
-    "return_hidden_states": (False,),
-    "return_routed_experts": (False,),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "continuous_usage_stats": (False,),
-    "token_ids_logprob": ([],),
-    "stop_regex": ([], ""),
-    "grammar": ("",),
-    "length_penalty": (1.0,),
-    "early_stopping": (False,),
-    "add_special_tokens": (False,),
-    "verbosity": ("medium",),
-    "documents": ([],),
-    "prompt_embeds": ([],),
-    "mm_processor_kwargs": ({},),
-    "vllm_xargs": ({},),
-    "kv_transfer_params": ({},),
-    "custom_params": ({},),
-    "session_params": ({},),
-}
-
-# Known fields without effect on the output, and why they have none here.
-IGNORED: Mapping[str, str] = {
-    "user": "an API key names its client",
-    "safety_identifier": "an API key names its client",
-    "metadata": "nothing is stored",
-    "store": "nothing is stored",
-    "service_tier": "there is one tier",
-    "prompt_cache_retention": "cached prefixes stay until their memory is needed",
-    "priority": "requests start in the order of their clients' shares",
-    "request_id": "the server makes its own IDs",
-    "spaces_between_special_tokens": "fast tokenizers have no such option",
-    "data_parallel_rank": "the ingress chooses the engine",
-    "extra_key": "`cache_salt` separates prefix caches",
-    "log_metrics": "all requests are counted",
-    "no_logs": "requests are not logged",
-}
-
 
 class Body(BaseModel):
-    """Base of all bodies: strict JSON types, unsupported fields rejected, unknown fields kept in `model_extra`."""
+    """Base of all bodies: strict JSON types, refused fields rejected, other fields kept in `model_extra`."""
 
     model_config = ConfigDict(frozen=True, extra="allow", strict=True, protected_namespaces=())
+
+    refusals: ClassVar[Refusals] = REFUSED
+    synonyms: ClassVar[Mapping[str, str]] = {}  # another dialect's field -> what to send instead of it
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_unsupported(cls, value: object) -> object:
         if isinstance(value, Mapping):
-            for name, neutral in UNSUPPORTED.items():
-                if name not in cls.model_fields and value.get(name) is not None and value[name] not in neutral:
-                    raise InvalidRequestError(
-                        f"{name}={short_repr(value[name])}: this server does not support {name}; leave it out", name
-                    )
+            check_refused(value, cls.refused_fields(), cls.synonyms)
         return value
+
+    @classmethod
+    def refused_fields(cls) -> Refusals:
+        """The fields that get a 400. A body honours what it declares."""
+        return {name: refusal for name, refusal in cls.refusals.items() if name not in cls.model_fields}
 
     @property
     def ignored_fields(self) -> list[str]:
         """Names of fields without effect, truncated to fit a header."""
-        names = [name for name in self.model_extra or {} if name not in UNSUPPORTED] + self._ignored_parts()
+        names = [name for name in self.model_extra or {} if name not in self.refusals] + self._ignored_parts()
         return [name[:MAX_FIELD_NAME] for name in names[:MAX_NAMED_FIELDS]]
 
     def _ignored_parts(self) -> list[str]:
@@ -271,13 +209,14 @@ class Prediction(Body):
 class OpenAIRequest(Sampling, GrammarFields, RequestOptions):
     """Fields that chat and text completions share."""
 
+    refusals = REFUSED | GENERATION
+
     response_format: Any = None
     structured_outputs: Any = None
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
-    guided_decoding_backend: str | None = None  # there is one
     model: ModelName | None = None
     stream_options: StreamOptions | None = None
     seed: Seed | None = None
@@ -316,6 +255,16 @@ class OpenAIRequest(Sampling, GrammarFields, RequestOptions):
 
 class ChatRequest(OpenAIRequest):
     """Body of /v1/chat/completions."""
+
+    synonyms: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("max_output_tokens", "max_new_tokens"), "max_completion_tokens"),
+        **dict.fromkeys(("prompt", "input", "input_ids"), "messages"),
+        **dict.fromkeys(("system", "instructions"), "a message of role system"),
+        "reasoning": "reasoning_effort",
+        "sampling_seed": "seed",
+        "stop_sequences": "stop",
+        "top_logprobs_num": "top_logprobs",
+    }
 
     messages: Messages
     max_completion_tokens: MaxTokens | None = None

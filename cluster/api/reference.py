@@ -17,7 +17,8 @@ from cluster.api.anthropic.protocol import MessagesRequest
 from cluster.api.completion_protocol import CompletionRequest
 from cluster.api.engine_routes import AbortRequest
 from cluster.api.generate_protocol import GenerateRequest, GenerateSampling
-from cluster.api.protocol import IGNORED, UNSUPPORTED, ChatRequest, Speculation
+from cluster.api.protocol import ChatRequest, Speculation
+from cluster.api.request_fields import GENERATION, HARMLESS, REFUSED
 from cluster.api.responses.protocol import ResponsesRequest
 from cluster.api.tokenize import DetokenizeRequest, TokenizeRequest
 
@@ -78,14 +79,14 @@ def _fields(name: str) -> list[str]:
 
 def _refused(_: str) -> list[str]:
     rows = [
-        f"| `{name}` | {', '.join(f'`{json.dumps(value)}`' for value in neutral) or 'none'} |"
-        for name, neutral in sorted(UNSUPPORTED.items())
+        f"| `{name}` | {', '.join(f'`{json.dumps(value)}`' for value in refusal.accepted) or 'none'} |"
+        for name, refusal in sorted((REFUSED | GENERATION).items())
     ]
     return ["| field | accepted values, which turn it off |", "|---|---|", *rows]
 
 
 def _ignored(_: str) -> list[str]:
-    return ["| field | why |", "|---|---|", *(f"| `{name}` | {reason} |" for name, reason in sorted(IGNORED.items()))]
+    return ["| field | why |", "|---|---|", *(f"| `{name}` | {reason} |" for name, reason in sorted(HARMLESS.items()))]
 
 
 _TABLES: dict[str, Callable[[str], list[str]]] = {"fields": _fields, "refused": _refused, "ignored": _ignored}

@@ -134,6 +134,7 @@ class Service:
         return await self._respond(body, tenant, prompts, metadata, reply, _headers(body), timeout_s)
 
     async def generate(self, body: GenerateRequest, tenant: str) -> Response:
+        self.check_model(body.model)
         tokenization, timeout_s = await self._admit(body.timeout)
         params = body.sampling()
         is_list = body.prompt.is_batch or params[0].n > 1

@@ -6,7 +6,7 @@ With exact verification, draft limits change only the speed. Replacing the draft
 from typing import Any
 
 from cluster.api.errors import short_repr
-from cluster.api.protocol import UNSUPPORTED, ChatRequest, Speculation
+from cluster.api.protocol import ChatRequest, Speculation
 from specray.config import SpeculativeConfig
 from specray.errors import InvalidRequestError
 from specray.sampling_params import SamplingParams
@@ -85,7 +85,7 @@ class SpeculationCapabilities:
             "output": _output(self._speculative, self._arithmetic, self._is_batch_invariant),
             "options": {
                 "exact": EXACT_OPTIONS,
-                "refused": sorted(UNSUPPORTED.keys() - ChatRequest.model_fields.keys()),
+                "refused": sorted(ChatRequest.refused_fields()),
             },
         }
 

@@ -7,7 +7,6 @@ import pytest
 from fastapi.routing import APIRoute
 
 from cluster.api.app import create_app
-from cluster.api.protocol import IGNORED, UNSUPPORTED
 from cluster.api.reference import BODIES, fields_of, filled
 from cluster.api.reference import COMMAND as API_COMMAND
 from cluster.cli.reference import COMMAND, reference
@@ -34,12 +33,6 @@ def test_the_api_page_lists_every_field(name: str) -> None:
     table = api_page().partition(f"<!-- fields {name} -->")[2].partition("<!-- end -->")[0]
     assert fields_of(BODIES[name]).keys() == BODIES[name].model_fields.keys()
     assert all(f"| `{field}` |" in table for field in BODIES[name].model_fields)
-
-
-def test_a_field_is_refused_or_ignored_and_not_both() -> None:
-    assert not UNSUPPORTED.keys() & IGNORED.keys()
-    supported = {field for body in BODIES.values() for field in body.model_fields}
-    assert supported & IGNORED.keys() <= {"metadata"}  # of a response, which repeats it
 
 
 def test_the_api_page_names_every_route() -> None:

@@ -1,6 +1,7 @@
 """Bodies of /v1/messages, and their translation to a chat request."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
@@ -9,12 +10,15 @@ from cluster.api.anthropic.context_management import ContextManagement
 from cluster.api.errors import UNSUPPORTED_TYPE
 from cluster.api.messages import MAX_TOOLS, FunctionName, Part, check_number_of_parts
 from cluster.api.protocol import MAX_MESSAGES, Body, ChatRequest, ModelName, ReasoningEffort, Stop
+from cluster.api.request_fields import GENERATION, REFUSED, Refusal
 from specray.errors import InvalidRequestError
 from specray.sampling_params import MaxTokens, TopK, TopP
 
 Json = dict[str, Any]
 
-_HOSTED = ("container", "mcp_servers")  # would change the answer
+_HOSTED = dict.fromkeys(
+    ("container", "mcp_servers"), Refusal(({}, []), "it needs a service of Anthropic's; leave it out")
+)
 _HOSTED_TOOLS = ("web_search", "web_fetch", "code_execution", "tool_search_tool", "advisor", "mcp_toolset")
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}  # Anthropic's -> OpenAI's
 
@@ -82,6 +86,8 @@ class OutputConfig(Part):
 class CountTokensRequest(Body):
     """Body of /v1/messages/count_tokens: what becomes part of the prompt."""
 
+    refusals = REFUSED | _HOSTED
+
     model: ModelName
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     system: TextOrBlocks | None = None
@@ -94,10 +100,7 @@ class CountTokensRequest(Body):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_hosted_features(cls, value: object) -> object:
-        for name in _HOSTED if isinstance(value, dict) else ():
-            if isinstance(value, dict) and value.get(name):
-                raise InvalidRequestError(f"{name} needs a service of Anthropic's; leave it out", name)
+    def _check_number_of_parts(cls, value: object) -> object:
         if isinstance(value, dict):
             check_number_of_parts(value.get("messages"), "messages")
         return value
@@ -177,6 +180,9 @@ class CountTokensRequest(Body):
 
 class MessagesRequest(CountTokensRequest):
     """Body of /v1/messages."""
+
+    refusals = CountTokensRequest.refusals | GENERATION
+    synonyms: ClassVar[Mapping[str, str]] = {"stop": "stop_sequences", "response_format": "output_config.format"}
 
     max_tokens: MaxTokens
     stream: bool | None = None

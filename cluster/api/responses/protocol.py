@@ -1,29 +1,30 @@
 """The body of /v1/responses, and its translation to a chat request."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, Tag, model_validator
 
 from cluster.api.messages import BY_CHOICE, MAX_TOOLS, ChoiceName, FunctionName, Part, check_number_of_parts
 from cluster.api.protocol import Body, ChatRequest, ModelName, ReasoningEffort, RequestName, RequestOptions, Sampling
+from cluster.api.request_fields import GENERATION, REFUSED, Refusal, Refusals
 from cluster.api.responses.items import Input, chat_messages
-from specray.errors import InvalidRequestError
 from specray.sampling_params import MaxTokens, NumLogprobs, Seed
 
 Json = dict[str, Any]
 
 LOGPROBS = "message.output_text.logprobs"
 
-# Field that needs what this server does not have -> accepted values, and the reason with what to do instead.
-_STATELESS: dict[str, tuple[tuple[object, ...], str]] = {
-    "previous_response_id": ((), "responses are not stored; send the whole conversation in input"),
-    "conversation": ((), "conversations are not stored; send the whole conversation in input"),
-    "store": ((False,), "responses are not stored, because any replica may answer the next request; set store=false"),
-    "background": ((False,), "responses are not stored, so none can be fetched later; set background=false"),
-    "prompt": ((), "there are no stored prompts; send instructions and input"),
-    "truncation": (("disabled",), "input is never dropped silently; shorten it and set truncation='disabled'"),
-    "context_management": (([],), "input is never compacted; leave context_management out"),
-    "moderation": ((), "there is no moderation; leave it out"),
+# Fields that need what this server does not have.
+_STATELESS: Refusals = {
+    "previous_response_id": Refusal((), "responses are not stored, so send the whole conversation in input"),
+    "conversation": Refusal((), "conversations are not stored, so send the whole conversation in input"),
+    "store": Refusal((False,), "any replica may answer the next request, so responses are not stored; set store=false"),
+    "background": Refusal((False,), "responses are not stored, so none can be fetched later; set background=false"),
+    "prompt": Refusal((), "there are no stored prompts; send instructions and input"),
+    "truncation": Refusal(("disabled",), "input is never dropped silently; shorten it and set truncation='disabled'"),
+    "context_management": Refusal(([],), "input is never compacted; leave context_management out"),
+    "moderation": Refusal((), "there is no moderation; leave it out"),
 }
 
 
@@ -85,6 +86,8 @@ class TextOptions(Part):
 class InputTokensRequest(Sampling, RequestOptions):
     """Body of /v1/responses/input_tokens: what becomes part of the prompt."""
 
+    refusals = REFUSED | _STATELESS
+
     model: ModelName | None = None
     input: Input
     instructions: str | None = None
@@ -96,20 +99,15 @@ class InputTokensRequest(Sampling, RequestOptions):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_what_needs_a_store(cls, value: object) -> object:
-        if not isinstance(value, dict):
-            return value
-        for name, (accepted, reason) in _STATELESS.items():
-            if value.get(name) is not None and value[name] not in accepted:
-                raise InvalidRequestError(f"{name}: {reason}", name)
-        check_number_of_parts(value.get("input"), "input")
+    def _check_number_of_parts(cls, value: object) -> object:
+        if isinstance(value, dict):
+            check_number_of_parts(value.get("input"), "input")
         return value
 
     @property
     def ignored_fields(self) -> list[str]:
-        names = [name for name in super().ignored_fields if name not in _STATELESS]
         summarizes = self.reasoning is not None and (self.reasoning.model_extra or {}).get("summary") is not None
-        return names + (["reasoning.summary"] if summarizes else [])
+        return super().ignored_fields + (["reasoning.summary"] if summarizes else [])
 
     def for_chat(self) -> ChatRequest:
         """The same request for chat completions. Raises ApiError."""
@@ -131,6 +129,14 @@ class InputTokensRequest(Sampling, RequestOptions):
 
 class ResponsesRequest(InputTokensRequest):
     """Body of /v1/responses."""
+
+    refusals = InputTokensRequest.refusals | GENERATION
+    synonyms: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_new_tokens"), "max_output_tokens"),
+        "messages": "input",
+        "response_format": "text.format",
+        "reasoning_effort": "reasoning.effort",
+    }
 
     n: Literal[1] | None = None
     seed: Seed | None = None

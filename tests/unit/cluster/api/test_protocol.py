@@ -9,7 +9,7 @@ from cluster.api.completion_protocol import CompletionRequest
 from cluster.api.errors import from_validation
 from cluster.api.generate_protocol import GenerateRequest
 from cluster.api.prompts import MAX_PROMPTS, checked_token_ids
-from cluster.api.protocol import MAX_MESSAGES, UNSUPPORTED, ChatRequest
+from cluster.api.protocol import MAX_MESSAGES, ChatRequest
 from specray.errors import InvalidRequestError
 
 USER = {"role": "user", "content": "hi"}
@@ -89,12 +89,12 @@ def test_an_invalid_chat_body_names_the_field(body: dict[str, Any], param: str) 
     assert from_validation(refused.value.errors()).param == param
 
 
-@pytest.mark.parametrize("name", sorted(UNSUPPORTED.keys() - ChatRequest.model_fields.keys()))
+@pytest.mark.parametrize("name", sorted(ChatRequest.refused_fields()))
 def test_unsupported_fields_are_rejected(name: str) -> None:
     with pytest.raises(ValidationError) as refused:
         ChatRequest.model_validate({"messages": [USER], name: {"type": "something"}})
     assert from_validation(refused.value.errors()).param == name
-    for neutral in (None, *UNSUPPORTED[name]):
+    for neutral in (None, *ChatRequest.refusals[name].accepted):
         assert ChatRequest.model_validate({"messages": [USER], name: neutral}).ignored_fields == []
 
 

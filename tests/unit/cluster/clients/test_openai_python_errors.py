@@ -150,7 +150,11 @@ BAD_REQUESTS: dict[str, tuple[Json, str | None, str]] = {
     "background": (RESPONSE | {"background": True}, "background", "set background=false"),
     "truncation": (RESPONSE | {"truncation": "auto"}, "truncation", "disabled"),
     "hosted-tool": (RESPONSE | {"tools": [{"type": "web_search"}]}, "tools.0.type", "web_search"),
-    "reference": (RESPONSE | {"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type", "expected an item of type"),
+    "reference": (
+        RESPONSE | {"input": [{"type": "item_reference", "id": "x"}]},
+        "input.0.type",
+        "expected an item of type",
+    ),
     "include": (RESPONSE | {"include": ["file_search_call.results"]}, "include.0", "file_search_call.results"),
     "conversation": (RESPONSE | {"conversation": "conv_1"}, "conversation", "not stored"),
 }
