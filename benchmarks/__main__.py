@@ -1,16 +1,14 @@
-"""`make bench`: measures the figures of the documentation on this machine and prints them as one table.
+"""`make bench`: measures figures on this machine, prints them as one table and saves them in `benchmarks/results`.
 
 Rows use `specray.bench` with interleaved variants. It takes tens of minutes and needs an idle machine.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import median
 
-from benchmarks import budget, compiled, drafters, eagle, servers, step_size, structured
+from benchmarks import budget, drafters, eagle, results, servers, step_size, structured
 from benchmarks.figure import CONCURRENCY, FULL, QUICK, Effort, Figure, Section, mt_bench_prompts, prompts_of
 from specray.bench import machine
 from specray.bench.command import engine_config
@@ -40,8 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             failed = True
     headers = ("figure", "reached", "measured", "goal")
     print(f"\n{format_table(headers, [figure.row() for figure in figures])}\n\n{machine.one_line()}")
-    if options.json is not None:
-        _write_json(options.json, figures)
+    if figures and not options.quick:
+        commit = results.commit_here()
+        print(f"saved in {results.save(options.machine, [figure.result(commit) for figure in figures])}")
     return int(failed)
 
 
@@ -111,7 +110,7 @@ def _concurrency(session: Session, effort: Effort) -> Figure:
         one = summarise(session.compare([PLAIN], prompts[:2], settings, progress=True))[PLAIN]["all"]
         all_ = summarise(session.compare([PLAIN], prompts, many, progress=True))[PLAIN]["all"]
         ratios.append(all_.output_tokens_per_s / one.output_tokens_per_s)
-    return Figure(f"{CONCURRENCY} concurrent requests / 1, output tokens/s, plain", median(ratios), 5.0)
+    return Figure.of(f"{CONCURRENCY} concurrent requests / 1, output tokens/s, plain", ratios, 5.0)
 
 
 def int8(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
@@ -128,8 +127,8 @@ def int8(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
         mine = summarise(records)[PLAIN]["all"]
         ratios.append(mine.output_tokens_per_s / base.output_tokens_per_s)
         gains += speed_ratios(records, eagle.EAGLE3, PLAIN)
-    yield Figure(f"int8 / bfloat16, plain decoding, {data}", median(ratios), 1.5)
-    yield Figure(f"EAGLE-3 / plain, both in int8, {data}", median(gains), 1.5)
+    yield Figure.of(f"int8 / bfloat16, plain decoding, {data}", ratios, 1.5)
+    yield Figure.of(f"EAGLE-3 / plain, both in int8, {data}", gains, 1.5)
 
 
 SECTIONS = (
@@ -142,7 +141,6 @@ SECTIONS = (
     *servers.SECTIONS,
     *step_size.SECTIONS,
     *structured.SECTIONS,
-    *compiled.SECTIONS,
 )
 ROWS = [name for section in SECTIONS for name in section.names]
 
@@ -164,7 +162,7 @@ def _parser() -> argparse.ArgumentParser:
         help="MT-bench's questions as JSON Lines (default: built-in prompts, which the rows then name)",
     )
     add("--accept-tree", metavar="STEPS-TOPK-N", help="tree of the accept-length rows (default: that of configs/)")
-    add("--json", type=Path, metavar="FILE", help="also write figures, machine and versions to FILE")
+    add("--machine", metavar="NAME", help="name in benchmarks/results (default: the processor and its cores)")
     return parser
 
 
@@ -173,13 +171,6 @@ def _rows(text: str) -> set[str]:
     if unknown := names.difference(ROWS):
         raise argparse.ArgumentTypeError(f"there is no row {', '.join(sorted(unknown))}; choose from {', '.join(ROWS)}")
     return names
-
-
-def _write_json(path: Path, figures: Sequence[Figure]) -> None:
-    rows = [{**figure._asdict(), "is_reached": figure.is_reached} for figure in figures]
-    document = {"figures": rows, "machine": machine.describe_machine(), "versions": machine.versions()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -6,9 +6,9 @@ Heads and trees are those of `configs/`.
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from statistics import median
 
-from benchmarks.figure import CONCURRENCY, ROOT, Effort, Figure, Section, mt_bench_prompts
+from benchmarks.figure import CONCURRENCY, Effort, Figure, Section, mt_bench_prompts
+from benchmarks.results import ROOT
 from specray.bench.command import engine_config
 from specray.bench.measure import Record, Settings
 from specray.bench.prompts import Prompt, load_prompts
@@ -99,7 +99,7 @@ def on_mt_bench(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
         yield _accept_figure(greedy, EAGLE2, second, tree_name(variants[second]), data)
     if "eagle3-speed" in wanted:
         what = f"EAGLE-3 {tree_name(variants[EAGLE3])} / plain, one request, bfloat16, {data}"
-        yield Figure(what, median(speed_ratios(greedy, EAGLE3, PLAIN)), 2.3)
+        yield Figure.of(what, speed_ratios(greedy, EAGLE3, PLAIN), 2.3)
     if "frspec" in wanted:
         yield from _frspec(greedy, variants)
     if "eagle3-concurrent" in wanted:
@@ -122,7 +122,7 @@ def _accept_figure(records: Sequence[Record], method: str, variant: str, tree: s
 
 def _frspec(greedy: list[Record], variants: dict[str, SpeculativeConfig]) -> Iterator[Figure]:
     what = f"EAGLE-2 {tree_name(variants[FRSPEC])}, token map / full head"
-    yield Figure(f"{what}, tokens/s", median(speed_ratios(greedy, FRSPEC, EAGLE2)), 1.1)
+    yield Figure.of(f"{what}, tokens/s", speed_ratios(greedy, FRSPEC, EAGLE2), 1.1)
     yield Figure(f"{what}, accept length", _accept_length(greedy, FRSPEC) / _accept_length(greedy, EAGLE2), 0.97)
 
 
@@ -136,7 +136,7 @@ def _concurrent(session: Session, prompts: Sequence[Prompt], data: str, settings
     records = session.compare(names, mixed, settings, progress=True, title=f"{CONCURRENCY} concurrent")
     for name, title in ((EAGLE3, "EAGLE-3"), (budgeted, "EAGLE-3 with budget: auto")):
         what = f"{title} / plain, {CONCURRENCY} concurrent requests, output tokens/s, {data}"
-        yield Figure(what, median(speed_ratios(records, name, PLAIN)), 1.3)
+        yield Figure.of(what, speed_ratios(records, name, PLAIN), 1.3)
 
 
 def served(name: str) -> SpeculativeConfig:

@@ -1,13 +1,15 @@
 """A row of the table of figures, how much to measure for it, and its prompts."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
+from benchmarks.results import Result
 from specray.bench.prompts import Prompt, by_category, load_prompts
 
 CONCURRENCY = 8
-ROOT = Path(__file__).parents[1]
+FIGURES, MEASURED = "Figures", "measured"  # the table of these rows, and its column
 
 
 class Figure(NamedTuple):
@@ -16,12 +18,31 @@ class Figure(NamedTuple):
     bound: float | None  # None: for information
     form: str = "{:.2f}"
     at_most: bool = False
+    samples: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, what: str, samples: Sequence[float], bound: float | None) -> "Figure":
+        """The median of the samples."""
+        return cls(what, median(samples), bound, samples=tuple(samples))
 
     @property
     def is_reached(self) -> bool | None:
         if self.bound is None:
             return None
         return self.measured <= self.bound if self.at_most else self.measured >= self.bound
+
+    def result(self, commit: str) -> Result:
+        return Result(
+            table=FIGURES,
+            row=self.what,
+            column=MEASURED,
+            value=self.measured,
+            form=self.form,
+            goal=self.bound,
+            at_most=self.at_most,
+            samples=self.samples,
+            commit=commit,
+        )
 
     def row(self) -> list[str]:
         if self.bound is None:

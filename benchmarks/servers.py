@@ -7,20 +7,21 @@ Servers are child processes, and requests go over HTTP.
 
 import asyncio
 import re
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import yaml
 from tqdm import tqdm
 
 from benchmarks.eagle import EAGLE3
-from benchmarks.figure import CONCURRENCY, ROOT, Effort, Figure, Section, mt_bench_prompts, prompts_of
+from benchmarks.figure import CONCURRENCY, Effort, Figure, Section, mt_bench_prompts, prompts_of
+from benchmarks.results import ROOT
 from specray.bench.command import engine_config
 from specray.bench.exchange import exchange, request_bytes
 from specray.bench.ledger import Outcome, ending_of
@@ -35,6 +36,7 @@ from specray.sampling_params import SamplingParams
 CONFIGS = ROOT / "configs"
 SETTLE_S = 3.0  # longer than a server's probe and its copy of the counters take
 PHASE_LINE = re.compile(r'^specray_step_seconds_total\{[^}]*phase="(\w+)"[^}]*\} (\S+)', re.MULTILINE)
+SPEED_UP = re.compile(r"([0-9.]+) times as fast")
 HOST = "host"  # the only phase that is not a rank's
 PLACEMENTS = ("inline", "colocated")
 SERVED_RATIOS = (("colocated", "inline", 0.95), ("colocated", PLAIN, 2.0), ("inline", PLAIN, 2.0))  # and their goals
@@ -83,10 +85,10 @@ def placement(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
             ]
             for one, other, goal in SERVED_RATIOS:
                 what = f"{one} / {other} drafter, EAGLE-3" if other in PLACEMENTS else f"EAGLE-3, {one} / {other}"
-                ratio = median(each[one] / each[other] for each in rates)
+                ratios = [each[one] / each[other] for each in rates]
                 is_goal = batch == 1 or other in PLACEMENTS
                 title = f"{what}, {batch} at a time over HTTP, output tokens/s, {data}"
-                yield Figure(title, ratio, goal if is_goal else None)
+                yield Figure.of(title, ratios, goal if is_goal else None)
 
 
 def over_http(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
@@ -109,7 +111,20 @@ def over_http(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
                 if prompt is not warm_up:
                     ratios[name].append((time.perf_counter() - start) / served)
     for name, each in ratios.items():
-        yield Figure(f"over HTTP / in process, output tokens/s, {name}, one request", median(each), 0.85)
+        yield Figure.of(f"over HTTP / in process, output tokens/s, {name}, one request", each, 0.85)
+
+
+def demo(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
+    """`make demo`, as often as there are rounds."""
+    del wanted
+    ratios = []
+    for _ in range(effort.rounds):
+        command = [sys.executable, "-m", "specray.cli.demo", "--port", str(free_port())]
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+        if ended.returncode != 0 or (found := SPEED_UP.search(ended.stdout)) is None:
+            raise SpecRayError(f"the demo ended with {ended.returncode}: {(ended.stderr or ended.stdout)[-500:]}")
+        ratios.append(float(found[1]))
+    yield Figure.of("make demo, EAGLE-3 / plain", ratios, 1.8)
 
 
 async def _complete(url: str, prompt: list[int], max_tokens: int, is_drafted: bool) -> float:
@@ -187,4 +202,9 @@ def _shown(groups: Sequence[Any], what: str) -> Iterator[Any]:
     yield from tqdm(groups, what, file=sys.stderr, disable=not sys.stderr.isatty())
 
 
-SECTIONS = (Section(("router",), host_share), Section(("placement",), placement), Section(("over-http",), over_http))
+SECTIONS = (
+    Section(("router",), host_share),
+    Section(("placement",), placement),
+    Section(("over-http",), over_http),
+    Section(("demo",), demo),
+)

@@ -15,7 +15,8 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 from benchmarks.eagle import served
-from benchmarks.figure import ROOT, Effort, Figure, Section
+from benchmarks.figure import Effort, Figure, Section
+from benchmarks.results import ROOT
 from specray.bench.command import engine_config
 from specray.engine.request import EngineRequest
 from specray.llm import LLM

@@ -13,12 +13,13 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
-from benchmarks.figure import ROOT, prompts_of
+from benchmarks.figure import prompts_of
 from benchmarks.peers import environments
 from benchmarks.peers.engines import BY_NAME, ENGINES, Engine, command
 from benchmarks.peers.measure import Sample, Workload, measure, num_turns, workloads
-from benchmarks.peers.report import Outcome, save_chart, to_json, to_markdown
+from benchmarks.peers.report import Outcome, results, save_chart, to_json, to_markdown
 from benchmarks.peers.worker_process import WorkerError, WorkerProcess
+from benchmarks.results import ROOT, commit_here, save
 from specray.bench.machine import describe_machine
 from specray.bench.prompts import load_prompts
 from specray.cli.arguments import positive
@@ -55,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(to_markdown(outcome))
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(to_json(outcome), indent=2) + "\n", encoding="utf-8")
+    if not options.quick and outcome.samples:
+        save(options.machine, results(outcome, commit_here()), versions)
     save_chart(options.image or (BUILD / CHART.name if options.quick else CHART), outcome)
     return int(bool(failures))
 
@@ -173,6 +176,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-tokens", type=positive, metavar="N", help="tokens of an answer (default: 128)")
     add("--torch-args", default="", metavar="ARGS", help="further arguments of `pip install torch`")
     add("--json", type=Path, default=BUILD / "figures.json", metavar="FILE", help="where the figures go")
+    add("--machine", metavar="NAME", help="name in benchmarks/results (default: the processor and its cores)")
     add("--image", type=Path, metavar="FILE", help="where the chart goes (default: docs/images/peers.svg)")
     return parser
 

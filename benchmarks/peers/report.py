@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.peers.engines import COPYING, EIGHT, ENGINES, ONE, OURS, PREFILL, RATIOS, Engine
 from benchmarks.peers.measure import CONCURRENCY, PREFILL_TOKENS, Sample, compared, median_ttft, medians
+from benchmarks.results import Result
 from specray.tables import format_table
 
 TITLES = {
@@ -16,6 +17,8 @@ TITLES = {
     PREFILL: f"prefill of {PREFILL_TOKENS:,}",
 }
 NOT_MEASURED = "-"
+SPEEDS, RATIO = "Tokens a second, beside peers", "Beside peers"  # tables of `benchmarks.results`
+FIRST_TOKEN = "first token, ms"
 
 
 class Outcome(NamedTuple):
@@ -77,6 +80,26 @@ def to_json(outcome: Outcome) -> dict[str, Any]:
         "ratios": [row._asdict() for row in compared(outcome.samples, RATIOS)],
         "samples": [sample._asdict() for sample in outcome.samples],
     }
+
+
+def results(outcome: Outcome, commit: str) -> list[Result]:
+    """Speeds and ratios for `benchmarks.results`."""
+    found = []
+    speeds, ttft = medians(outcome.samples), median_ttft(outcome.samples)
+    for engine in ENGINES:
+        row = f"{engine.peer.name}, {engine.weights}, {engine.method}"
+        for workload, title in TITLES.items():
+            if (speed := speeds.get(workload, {}).get(engine.name)) is not None:
+                form = "{:,.0f}" if speed >= 100 else "{:.1f}"
+                found.append(Result(table=SPEEDS, row=row, column=title, value=speed, form=form, commit=commit))
+        if engine.name in ttft:
+            value, form = 1000 * ttft[engine.name], "{:.0f}"
+            found.append(Result(table=SPEEDS, row=row, column=FIRST_TOKEN, value=value, form=form, commit=commit))
+    names = {engine.name: f"{engine.peer.name} {engine.weights} {engine.method}" for engine in ENGINES}
+    for each in compared(outcome.samples, RATIOS):
+        row, column = f"{names[each.ours]} / {names[each.theirs]}", TITLES[each.workload]
+        found.append(Result(table=RATIO, row=row, column=column, value=each.ratio, commit=commit))
+    return found
 
 
 def save_chart(path: Path, outcome: Outcome) -> None:

