@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from specray.config import SpeculativeConfig
+from specray.errors import Overflow
 from specray.outputs import RequestOutput
 
 
@@ -37,6 +38,8 @@ class Refusal(NamedTuple):
     message: str
     param: str | None  # the option at fault, if any
     retry_after_s: int | None = None
+    code: str | None = None
+    overflow: Overflow | None = None  # of a prompt that is too long
 
 
 class RouterHeartbeat(NamedTuple):

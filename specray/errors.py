@@ -1,5 +1,7 @@
 """Errors that callers can act on, with their HTTP status. Messages contain the value, the reason and the fix."""
 
+from typing import NamedTuple
+
 
 class SpecRayError(Exception):
     """Base class; `status` is the HTTP status of the reply."""
@@ -19,6 +21,37 @@ class InvalidRequestError(SpecRayError, ValueError):
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+
+
+class Overflow(NamedTuple):
+    """Tokens of a request that needs more than a server allows."""
+
+    num_prompt_tokens: int  # at least
+    max_tokens: int
+    max_length: int  # of prompt and output together
+
+
+class ContextLengthError(InvalidRequestError):
+    """A prompt that does not fit, alone or with the output that is asked for.
+
+    Agents recognize the code, or the first words of the message, and shorten the conversation.
+    """
+
+    code = "context_length_exceeded"
+
+    def __init__(self, message: str, param: str | None = None, overflow: Overflow | None = None) -> None:
+        super().__init__(message, param)
+        self.overflow = overflow
+
+    @classmethod
+    def of(cls, overflow: Overflow) -> "ContextLengthError":
+        num_prompt, max_tokens, max_length = overflow
+        message = (
+            f"This model's maximum context length is {max_length} tokens. However, you requested "
+            f"{num_prompt + max_tokens} tokens ({num_prompt} in the prompt, {max_tokens} as max_tokens); "
+            "shorten the prompt or lower max_tokens"
+        )
+        return cls(message, "prompt" if num_prompt >= max_length else "max_tokens", overflow)
 
 
 class QueueFullError(SpecRayError):

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from cluster.api.anthropic.errors import anthropic_error, is_anthropic_route
-from specray.errors import InvalidRequestError, PoisonRequestError, SpecRayError
+from specray.errors import InvalidRequestError, Overflow, PoisonRequestError, SpecRayError
 
 INTERNAL_MESSAGE = "internal server error, logged on the server; send the request again"
 UNSUPPORTED_TYPE = "unsupported_type"  # pydantic's type of an error for an object whose field `type` is not known
@@ -47,11 +47,13 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after_s: int | None = None,
+        overflow: Overflow | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.param = param
         self.retry_after_s = retry_after_s or RETRY_AFTER_S.get(status)
+        self.overflow = overflow
         self.code = code or _CODES.get(status, "invalid_value")
 
     @property
@@ -75,7 +77,8 @@ class ErrorResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if is_anthropic_route(scope):
-            self.body = _ascii(anthropic_error(self._error.status, str(self._error)))
+            error = self._error
+            self.body = _ascii(anthropic_error(error.status, str(error), error.overflow))
             self.headers["content-length"] = str(len(self.body))
         await super().__call__(scope, receive, send)
 
@@ -86,8 +89,8 @@ def error_response(error: ApiError) -> Response:
 
 def from_engine(error: SpecRayError) -> ApiError:
     """Convert an engine error; its status is kept."""
-    param, retry_after_s = getattr(error, "param", None), getattr(error, "retry_after_s", None)
-    return ApiError(error.status, str(error), param, getattr(error, "code", None), retry_after_s)
+    names = ("param", "code", "retry_after_s", "overflow")
+    return ApiError(error.status, str(error), *(getattr(error, name, None) for name in names))
 
 
 async def handle_api_error(_: Request, error: Exception) -> Response:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cluster.api.chat_prompt import ChatPrompt
 from cluster.api.prompts import PromptSet, checked_token_ids
-from specray.errors import InvalidRequestError
+from specray.errors import ContextLengthError, InvalidRequestError, Overflow
 from specray.models.tokenizer import chat_template, render_chat, user_texts
 
 if TYPE_CHECKING:
@@ -74,10 +74,12 @@ class Tokenization:
         Tokenizing takes seconds for a megabyte, so this comes first. `name` is the field that errors name.
         """
         if (length := sum(map(len, texts))) > self._max_characters:
-            raise InvalidRequestError(
-                f"{name} has {length} characters, but this server's {self._context_length} tokens hold at most "
-                f"{self._max_characters}; shorten it",
+            num_tokens = -(-length * self._context_length // self._max_characters)
+            raise ContextLengthError(
+                f"This model's maximum context length is {self._context_length} tokens, which hold at most "
+                f"{self._max_characters} characters. However, {name} has {length} characters; shorten it",
                 name,
+                Overflow(num_tokens, 0, self._context_length),
             )
         _check_unicode(name, *texts)
 
@@ -104,8 +106,11 @@ class Tokenization:
 
     def _token_ids(self, values: list[int], field: str) -> list[int]:
         if len(values) > self._context_length:
-            raise InvalidRequestError(
-                f"the prompt has {len(values)} tokens, but this server allows {self._context_length}; shorten it", field
+            raise ContextLengthError(
+                f"This model's maximum context length is {self._context_length} tokens. However, {field} has "
+                f"{len(values)} tokens; shorten it",
+                field,
+                Overflow(len(values), 0, self._context_length),
             )
         return checked_token_ids(values, field)
 

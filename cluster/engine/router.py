@@ -202,7 +202,8 @@ class Router:
     def _refusal(self, error: SpecRayError) -> Refusal:
         is_full = isinstance(error, QueueFullError)
         retry_after_s = self._backoff.retry_after_s(self._engine.stats()) if is_full else None
-        return Refusal(error.status, str(error), getattr(error, "param", None), retry_after_s)
+        param, code, overflow = (getattr(error, name, None) for name in ("param", "code", "overflow"))
+        return Refusal(error.status, str(error), param, retry_after_s, code, overflow)
 
     def _is_addressee(self, to: str | None) -> bool:
         return to is None or self._replica_id in (None, to)

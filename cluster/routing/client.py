@@ -55,13 +55,15 @@ class RouterHandle(Protocol):
 
 
 class RequestRefusedError(SpecRayError):
-    """The router refused a request, with the given `status`, `param` and `retry_after_s`."""
+    """The router refused a request, for the reasons in `refusal`."""
 
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(refusal.message)
         self.status = refusal.status
         self.param = refusal.param
         self.retry_after_s = refusal.retry_after_s
+        self.code = refusal.code
+        self.overflow = refusal.overflow
 
 
 class RouterLostError(EngineDeadError):

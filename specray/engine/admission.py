@@ -6,7 +6,7 @@ from specray.config import EngineConfig
 from specray.engine.executor import Capacity
 from specray.engine.request import EngineRequest, Request
 from specray.engine.scheduler import Scheduler
-from specray.errors import InvalidRequestError, QueueFullError
+from specray.errors import ContextLengthError, InvalidRequestError, Overflow, QueueFullError
 from specray.sampling_params import SamplingParams
 
 
@@ -42,12 +42,7 @@ class Admission:
         if num_prompt == 0:
             raise InvalidRequestError("the prompt has no tokens; send at least one", "prompt")
         if num_prompt + max_tokens > self.max_length:
-            raise InvalidRequestError(
-                f"the prompt has {num_prompt} tokens and max_tokens is {max_tokens}, together "
-                f"{num_prompt + max_tokens}, but this server allows {self.max_length} per request; "
-                "shorten the prompt or lower max_tokens",
-                "prompt" if num_prompt >= self.max_length else "max_tokens",
-            )
+            raise ContextLengthError.of(Overflow(num_prompt, max_tokens, self.max_length))
         if spec.emitted_token_ids and len(spec.emitted_token_ids) >= (spec.params.max_tokens or self.max_length):
             raise InvalidRequestError("emitted_token_ids has max_tokens tokens already; none is left to generate")
         if spec.params.grammar is not None:

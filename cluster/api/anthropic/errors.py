@@ -4,6 +4,8 @@ from typing import Any
 
 from starlette.types import Scope
 
+from specray.errors import Overflow
+
 PREFIX = "/v1/messages"
 
 _TYPES = {
@@ -22,7 +24,20 @@ def is_anthropic_route(scope: Scope) -> bool:
     return path.removeprefix(scope.get("root_path", "")).startswith(PREFIX)
 
 
-def anthropic_error(status: int, message: str) -> dict[str, Any]:
+def anthropic_error(status: int, message: str, overflow: Overflow | None) -> dict[str, Any]:
     """The body of an error reply, also the data of an error event."""
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    if overflow is not None:
+        message = _overflow_message(overflow)
     return {"type": "error", "error": {"type": kind, "message": message}, "request_id": None}
+
+
+def _overflow_message(overflow: Overflow) -> str:
+    """In Anthropic's words, by which Claude Code shortens the conversation or lowers max_tokens."""
+    num_prompt, max_tokens, max_length = overflow
+    if num_prompt >= max_length:
+        return f"prompt is too long: {num_prompt} tokens > {max_length} maximum"
+    return (
+        f"input length and `max_tokens` exceed context limit: {num_prompt} + {max_tokens} > {max_length}, decrease "
+        "input length or `max_tokens` and try again"
+    )

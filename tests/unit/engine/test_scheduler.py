@@ -354,7 +354,7 @@ def test_the_next_step_frees_the_slot_of_an_aborted_request() -> None:
     [
         ([], {}, ["no tokens", "at least one"]),
         ([2] * CONTEXT, {}, [str(CONTEXT), "shorten the prompt"]),
-        ([2] * 40, {"max_tokens": 9}, ["40", "max_tokens is 9", str(CONTEXT), "lower max_tokens"]),
+        ([2] * 40, {"max_tokens": 9}, ["40", "9 as max_tokens", str(CONTEXT), "lower max_tokens"]),
         ([2, VOCAB_SIZE], {}, [str(VOCAB_SIZE), f"has {VOCAB_SIZE} tokens"]),
         ([2, -7], {}, ["-7"]),
         ([2], {"logit_bias": {99: 1.0}}, ["logit_bias", "99"]),

@@ -285,7 +285,7 @@ def test_invalid_requests_are_refused_and_not_queued(prompt: list[int], options:
 
 def test_a_request_larger_than_the_pool_is_refused() -> None:
     run = Run(Case(EngineConfig(page_size=4), num_blocks=6, max_draft_tokens=0, seed=1))
-    with pytest.raises(InvalidRequestError, match="20 per request"):
+    with pytest.raises(InvalidRequestError, match="maximum context length is 20 tokens"):
         run.engine.add_request(EngineRequest("x", [5] * 19, SamplingParams(seed=1, max_tokens=2)))
     run.engine.add_request(EngineRequest("x", [5] * 19, SamplingParams(seed=1, max_tokens=1)))
     assert run.engine.step()[0].finish_reason is FinishReason.LENGTH

@@ -423,7 +423,11 @@ REFUSED: dict[str, tuple[str, Break, str]] = {
     "mlp bias": ("eagle2", setting(mlp_bias=True), r"mlp_bias=True is not supported"),
     "quantized": ("eagle3-layers", setting(quantization_config={"bits": 4}), r"quant_method=None, which is not sup"),
     "heads": ("eagle2", setting(num_key_value_heads=3), r"2 heads, 3 KV heads"),
-    "rope kind": ("eagle2", setting(rope_scaling={"rope_type": "proportional", "factor": 2.0}), r"rope_type='proportional'"),
+    "rope kind": (
+        "eagle2",
+        setting(rope_scaling={"rope_type": "proportional", "factor": 2.0}),
+        r"rope_type='proportional'",
+    ),
     "rope kind, old spelling": (
         "eagle2",
         setting(rope_scaling={"type": "proportional", "factor": 2.0}),

@@ -1,9 +1,11 @@
 """Long prompts: refused before they are tokenized, tokenized beside the event loop, and not at other tenants' cost."""
 
 import asyncio
+import re
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -34,6 +36,59 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(serve: Serve
                 assert str(CONTEXT) in reply.json()["error"]["message"]
                 assert len(reply.content) < 1000
                 assert time.thread_time() - start < 0.5
+
+    asyncio.run(scenario())
+
+
+OVERFLOWS = {  # characters of a prompt, max_tokens
+    "characters": (100_000, 1),
+    "tokens": (CONTEXT + 10, 1),
+    "max_tokens": (10, CONTEXT),
+}
+
+
+@pytest.mark.parametrize("overflow", OVERFLOWS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_overflow_has_the_code_and_the_words_that_agents_look_for(serve: Serve, overflow: str, stream: bool) -> None:
+    async def scenario() -> None:
+        length, max_tokens = OVERFLOWS[overflow]
+        text = "a" * length
+        async with serve() as server:
+            bodies: dict[str, dict[str, Any]] = {
+                "/v1/chat/completions": {"messages": [{"role": "user", "content": text}], "max_tokens": max_tokens},
+                "/v1/completions": {"prompt": text, "max_tokens": max_tokens},
+                "/v1/responses": {"input": text, "max_output_tokens": max_tokens},
+                "/generate": {"text": text, "sampling_params": {"max_new_tokens": max_tokens}},
+            }
+            for path, body in bodies.items():
+                reply = await server.http.post(path, json=body | {"stream": stream})
+                assert reply.status_code == 400, path
+                error = reply.json()["error"]
+                assert error["code"] == "context_length_exceeded"
+                assert error["message"].startswith(f"This model's maximum context length is {CONTEXT} tokens")
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("overflow", "words"),
+    [
+        ("characters", rf"prompt is too long: \d+ tokens > {CONTEXT} maximum"),
+        ("tokens", rf"prompt is too long: 5\d\d tokens > {CONTEXT} maximum"),
+        (
+            "max_tokens",
+            rf"input length and `max_tokens` exceed context limit: \d+ \+ {CONTEXT} > {CONTEXT}, .*",
+        ),
+    ],
+)
+def test_claude_code_gets_an_overflow_in_anthropics_words(serve: Serve, overflow: str, words: str) -> None:
+    async def scenario() -> None:
+        length, max_tokens = OVERFLOWS[overflow]
+        body = {"model": "toy", "max_tokens": max_tokens, "messages": [{"role": "user", "content": "a" * length}]}
+        async with serve() as server:
+            reply = await server.http.post("/v1/messages", json=body)
+            assert (reply.status_code, reply.json()["error"]["type"]) == (400, "invalid_request_error")
+            assert re.fullmatch(words, reply.json()["error"]["message"]), reply.text
 
     asyncio.run(scenario())
 

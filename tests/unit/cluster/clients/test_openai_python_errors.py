@@ -70,7 +70,7 @@ BAD_REQUESTS: dict[str, tuple[Json, str | None, str]] = {
         "messages",
         "only parts of type 'text'",
     ),
-    "max-tokens": (CHAT | {"max_tokens": 100_000}, "max_tokens", "allows 1024 per request"),
+    "max-tokens": (CHAT | {"max_tokens": 100_000}, "max_tokens", "maximum context length is 1024 tokens"),
     "max-tokens-negative": (CHAT | {"max_tokens": -1}, "max_tokens", "greater than or equal to 0"),
     "penalty": (CHAT | {"presence_penalty": 2.1}, "presence_penalty", "less than or equal to 2"),
     "bias-key": (CHAT | {"logit_bias": {"word": 1}}, None, "word"),
@@ -170,7 +170,8 @@ def test_a_bad_request_is_an_error_that_names_the_field(scripted: Scripted, name
         error = caught.value
         assert message in error.message, error.message
         assert param is None or error.param == param
-        assert (error.type, error.code, error.status_code) == ("invalid_request_error", "invalid_value", 400)
+        code = "context_length_exceeded" if name == "max-tokens" else "invalid_value"
+        assert (error.type, error.code, error.status_code) == ("invalid_request_error", code, 400)
 
 
 @pytest.mark.parametrize("kind", KINDS)
