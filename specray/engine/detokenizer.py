@@ -25,8 +25,15 @@ class Cut(NamedTuple):
     text_lengths: list[int]  # characters that each kept token added to the text, sent or not; empty if not asked for
 
 
+_CONTEXT_TOKENS = 8  # of the prompt
+
+
 class TextStream:
-    """One request's output text. `max_tokens` is the resolved limit. `records_lengths` asks for `Cut.text_lengths`."""
+    """One request's output text: what its tokens add to the text of `prompt_token_ids`.
+
+    Many tokenizers remove the first space of a text, so an output must not be decoded alone. `max_tokens` is the
+    resolved limit. `records_lengths` asks for `Cut.text_lengths`.
+    """
 
     def __init__(
         self,
@@ -35,6 +42,7 @@ class TextStream:
         eos_token_ids: Sequence[int],
         max_tokens: int,
         records_lengths: bool = False,
+        prompt_token_ids: Sequence[int] = (),
     ) -> None:
         self._tokenizer = tokenizer
         self._params = params
@@ -43,7 +51,7 @@ class TextStream:
         self._stop_ids = frozenset(params.stop_token_ids) | frozenset(() if ignores_eos else eos_token_ids)
         self._max_tokens = max_tokens
         self._records_lengths = records_lengths
-        self._stream = DecodeStream(skip_special_tokens=params.skip_special_tokens)
+        self._stream = self._stream_after(prompt_token_ids)
         self._longest_stop = max(map(len, params.stop), default=0)
         self._prefixes = StopPrefixes(params.stop) if params.stop else None
         self._num_tokens = 0
@@ -90,6 +98,20 @@ class TextStream:
             return ""
         self._undecoded.clear()
         return self._append(new_text)
+
+    def _stream_after(self, token_ids: Sequence[int]) -> DecodeStream:
+        """A stream that continues the text of `token_ids`, of which it needs the last ones that have a text.
+
+        An incomplete character at their end is left out: the stream would return the text before it once more.
+        """
+        skips, length = self._params.skip_special_tokens, _CONTEXT_TOKENS
+        while True:
+            ids = list(token_ids[-length:])
+            while ids and (text := self._tokenizer.decode(ids, skip_special_tokens=skips)).endswith("\ufffd"):
+                ids.pop()
+            if (ids and text) or length >= len(token_ids):
+                return DecodeStream(ids=ids, skip_special_tokens=skips)
+            length *= 8
 
     def _decode_afresh(self) -> str:
         """Decode the pending tokens as a separate text.

@@ -60,7 +60,7 @@ class Engine:
         """Queue a request that passed `admission.check`."""
         request = self._entering = self.admission.request_of(spec, time.monotonic())
         eos_ids, max_new = self.capacity.eos_token_ids, request.max_length - request.num_prompt_tokens
-        text = TextStream(self._tokenizer, spec.params, eos_ids, max_new, records_lengths=spec.traces_drafts)
+        text = TextStream(self._tokenizer, spec.params, eos_ids, max_new, spec.traces_drafts, spec.prompt_token_ids)
         resumed = text.feed(spec.emitted_token_ids)  # the caller already has this text
         if spec.traces_drafts:
             self._tracers[spec.request_id] = DraftTracer(resumed)

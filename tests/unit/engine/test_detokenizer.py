@@ -225,3 +225,46 @@ def test_an_invalid_byte_changes_no_text_returned_before() -> None:
     shown = [stream.feed([token]).text for token in [*snowman, broken, word, word]]
     assert shown[3:5] == ["☃", ""]
     assert "".join(shown) == "☃" + SPLIT_CHARACTER + 2 * tokenizer.decode([broken, word]).removeprefix(SPLIT_CHARACTER)
+
+
+@given(st.lists(st.sampled_from(WORDS), min_size=1, max_size=12), st.integers(0, 40), cut_lists(), st.booleans())
+@settings(max_examples=250)
+@example([" a", "the"], 1, [], True)
+def test_a_prompt_and_its_output_are_the_text_of_all_tokens(
+    words: list[str], place: int, cuts: list[int], starts_with_bos: bool
+) -> None:
+    """Also the first space of the output, which a decoder of the output alone removes."""
+    for kind, tokenizer in TOKENIZERS.items():
+        ids = tokenizer.encode("".join(words), add_special_tokens=False).ids
+        ids = [EOS[kind][0] - 1] * starts_with_bos + ids
+        prompt, output = ids[:place], ids[place:]
+        if not output or SPLIT_CHARACTER in tokenizer.decode(prompt) + tokenizer.decode(output):
+            continue
+        stream = TextStream(tokenizer, SamplingParams(), [], len(output), prompt_token_ids=prompt)
+        pieces = pairwise(sorted({0, len(output), *(cut for cut in cuts if cut < len(output))}))
+        text = "".join(stream.feed(output[start:end]).text for start, end in pieces)
+        assert tokenizer.decode(prompt) + text == tokenizer.decode(ids)
+
+
+def test_a_stop_string_that_begins_with_a_space_ends_the_output_at_its_first_token() -> None:
+    tokenizer = TOKENIZERS["byte-fallback"]
+    prompt, whole = (tokenizer.encode(text, add_special_tokens=False).ids for text in ("a little", "a little girl"))
+    stream = TextStream(tokenizer, SamplingParams(stop=[" girl"]), [2], 99, prompt_token_ids=prompt)
+    cut = stream.feed(whole[len(prompt) :])
+    assert (cut.text, cut.finish_reason, cut.stop_reason) == ("", FinishReason.STOP, " girl")
+
+
+@pytest.mark.parametrize("kind", sorted(TOKENIZERS))
+def test_a_prompt_that_ends_inside_a_character_is_not_part_of_the_output(kind: str) -> None:
+    tokenizer = TOKENIZERS[kind]
+    prompt = tokenizer.encode("the 😀", add_special_tokens=False).ids[:-1]
+    stream = TextStream(tokenizer, SamplingParams(), EOS[kind], 99, prompt_token_ids=prompt)
+    text = stream.feed(tokenizer.encode(" on the", add_special_tokens=False).ids).text
+    assert text.strip() == "on the"
+
+
+def test_special_tokens_before_the_output_hide_no_earlier_text_of_the_prompt() -> None:
+    tokenizer = TOKENIZERS["byte-fallback"]
+    ids = tokenizer.encode("the end", add_special_tokens=False).ids
+    stream = TextStream(tokenizer, SamplingParams(), [2], 99, prompt_token_ids=[ids[0], *[1] * 100])
+    assert stream.feed(ids[-1:]).text == tokenizer.decode([ids[0], ids[-1]])[len(tokenizer.decode(ids[:1])) :]
