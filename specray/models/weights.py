@@ -5,7 +5,8 @@ weight, whatever the names of its parts are.
 """
 
 import json
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Protocol, Self
@@ -177,11 +178,10 @@ def _files_by_tensor(folder: Path, load_format: str, shards: dict[str, _Shard]) 
     formats = {"auto": ("safetensors", "bin"), "gguf": ("safetensors",)}.get(load_format, (load_format,))
     for name in formats:
         index, usual, pattern = _LAYOUTS[name]
-        if (folder / index).is_file():
-            return _read_index(folder / index)
-        file = _single_file(folder, usual, pattern)
-        if file is not None:
-            return dict.fromkeys(_open(folder / file, shards).names(), file)
+        if (folder / index).is_file() and (file_of := _indexed(folder / index, folder / usual)) is not None:
+            return file_of
+        if files := _files_without_index(folder, usual, pattern):
+            return _tensors_of(folder, files, shards)
     wanted = " or ".join(f"{_LAYOUTS[name][1]} (or {_LAYOUTS[name][0]})" for name in formats)
     raise ConfigError(
         f"no weights in {folder} for load_format={load_format}: expected {wanted}; "
@@ -189,11 +189,56 @@ def _files_by_tensor(folder: Path, load_format: str, shards: dict[str, _Shard]) 
     )
 
 
-def _single_file(folder: Path, usual: str, pattern: str) -> str | None:
+_SHARD_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.\w+")
+
+
+def _files_without_index(folder: Path, usual: str, pattern: str) -> list[str]:
+    """The usual file, the only one, or all shards by their names; empty if there is none.
+
+    ConfigError if it cannot be known which files are the model's.
+    """
     if (folder / usual).is_file():
-        return usual
+        return [usual]
     files = sorted(path.name for path in folder.glob(pattern))
-    return files[0] if len(files) == 1 else None
+    shards = [match for name in files if (match := _SHARD_NAME.fullmatch(name))]
+    if not shards:
+        if len(files) > 1:
+            raise ConfigError(
+                f"{folder} has {len(files)} files of weights ({', '.join(files[:3])}{', …' if len(files) > 3 else ''}) "
+                f"and no index of their tensors; name the model's file {usual}, or fetch its index"
+            )
+        return files
+    models = {(match["stem"], match["count"]) for match in shards}
+    numbers = [int(match["number"]) for match in shards]
+    if len(models) > 1 or numbers != [*range(1, int(shards[0]["count"]) + 1)]:
+        raise ConfigError(
+            f"{folder} has the shards {', '.join(match[0] for match in shards[:3])}{', …' if len(shards) > 3 else ''} "
+            f"({len(shards)} of {shards[0]['count']}), which are not one whole model; fetch the missing weight files"
+        )
+    return [match[0] for match in shards]
+
+
+def _tensors_of(folder: Path, files: Sequence[str], shards: dict[str, _Shard]) -> dict[str, str]:
+    file_of: dict[str, str] = {}
+    for file in files:
+        for name in _open(folder / file, shards).names():
+            if name in file_of:
+                raise ConfigError(
+                    f"{folder}: the tensor {name} is in {file_of[name]} and in {file}; delete one of them"
+                )
+            file_of[name] = file
+    return file_of
+
+
+def _indexed(index: Path, usual: Path) -> dict[str, str] | None:
+    """The index; None if it is a leftover beside the file `usual`, which transformers reads before any index."""
+    if not usual.is_file():
+        return _read_index(index)
+    try:
+        file_of = _read_index(index)
+    except ConfigError:
+        return None
+    return file_of if usual.name in file_of.values() else None
 
 
 def _read_index(path: Path) -> dict[str, str]:

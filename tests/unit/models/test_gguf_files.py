@@ -1,9 +1,11 @@
 """Conversion of GGUF files to model folders, and errors for malformed files."""
 
 import json
+import math
 import struct
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
@@ -19,7 +21,10 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer, pre_tokenizers
 
 from specray.errors import ConfigError
+from specray.models.files import resolve_model
 from specray.models.gguf_files import convert_gguf, read_gguf
+from specray.models.registry import context_length, load_config
+from specray.models.tokenizer import eos_token_ids, load_tokenizer, render_chat
 from tests.support.gguf_toy import HEADS, HIDDEN, KV_HEADS, TOKENS, tensors, write_gguf
 
 
@@ -124,7 +129,8 @@ def test_transformers_reads_the_converted_folder(tmp_path: Path) -> None:
     assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [0, 1]
 
 
-def test_sentencepiece_vocabulary_is_converted_by_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("adds", [True, False])
+def test_sentencepiece_vocabulary_is_converted_by_transformers(adds: bool, tmp_path: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", "h", "i", "hi", "▁hi"]
@@ -138,11 +144,12 @@ def test_sentencepiece_vocabulary_is_converted_by_transformers(tmp_path: Path) -
         writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * 5)
         writer.add_bos_token_id(1)
         writer.add_eos_token_id(2)
+        writer.add_add_bos_token(adds)
 
     weights = tensors() | {"token_embd.weight": np.zeros((len(pieces), HIDDEN), np.float32)}
     folder = convert_gguf(write_gguf(tmp_path / "m.gguf", weights=weights, extra=replace_tokenizer), progress=False)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-    assert tokenizer.convert_ids_to_tokens(tokenizer("hi")["input_ids"])[-1] == "▁hi"
+    assert tokenizer.convert_ids_to_tokens(tokenizer("hi")["input_ids"]) == ["<s>"] * adds + ["▁hi"]
     assert tokenizer.eos_token == "</s>"
     assert config_of(folder)["model_type"] == "llama"
 
@@ -259,7 +266,10 @@ def test_pre_tokenizer_splits_text_as_the_model_expects(pre: str, expected: list
         writer.kv_data[0]["tokenizer.ggml.pre"].value = pre
 
     folder = convert_gguf(write_gguf(tmp_path / "m.gguf", extra=name_pre), progress=False)
-    assert Tokenizer.from_file(str(folder / "tokenizer.json")).encode("\n\n11").tokens == expected
+    assert (
+        Tokenizer.from_file(str(folder / "tokenizer.json")).encode("\n\n11", add_special_tokens=False).tokens
+        == expected
+    )
 
 
 def test_embedded_tokenizer_splits_digits_as_the_model_expects(embedded: Path) -> None:
@@ -312,3 +322,148 @@ def embedded(gguf_path: Path) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("SPECRAY_CACHE", raising=False)  # the user's cache, to convert once and not in every run
         return convert_gguf(gguf_path, progress=False)
+
+
+@pytest.mark.parametrize("name", ["<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|eom_id|>"])
+def test_a_token_that_ends_a_turn_is_known_by_its_text(name: str, tmp_path: Path) -> None:
+    """Llama 3's files often say that the end of the text is the end."""
+
+    def rename(writer: gguf.GGUFWriter) -> None:
+        writer.kv_data[0]["tokenizer.ggml.tokens"].value = ["<|endoftext|>", name, *TOKENS[2:]]
+        writer.kv_data[0]["tokenizer.ggml.bos_token_id"].value = 0
+
+    folder = convert_gguf(write_gguf(tmp_path / "m.gguf", extra=rename), progress=False)
+    assert eos_token_ids(folder, load_tokenizer(folder)) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("pre", "says", "adds"),
+    [("smollm", True, True), ("smollm", None, False), ("llama-bpe", None, True), ("llama-bpe", False, False)],
+)
+@pytest.mark.parametrize("template", ["{{ messages[0].content }}", "{{ bos_token + messages[0].content }}"])
+def test_texts_begin_with_bos_once_if_the_file_says_so(
+    pre: str, says: bool | None, adds: bool, template: str, tmp_path: Path
+) -> None:
+    def change(writer: gguf.GGUFWriter) -> None:
+        writer.kv_data[0]["tokenizer.ggml.pre"].value = pre
+        writer.add_chat_template(template)
+        if says is not None:
+            writer.add_add_bos_token(says)
+
+    tokenizer = load_tokenizer(convert_gguf(write_gguf(tmp_path / "m.gguf", extra=change), progress=False))
+    bos, text = tokenizer.bos_token_id, [TOKENS.index("ab")]
+    assert tokenizer.encode("ab") == [bos] * adds + text
+    assert tokenizer.encode("ab", add_special_tokens=False) == text
+    chat = render_chat(tokenizer, [{"role": "user", "content": "ab"}])
+    assert chat == [bos] * (adds or "bos_token" in template) + text
+
+
+def write_split(folder: Path, name: str = "m", count: int = 2) -> list[Path]:
+    """A model in two files with llama.cpp's names and keys, but that say they are `count`."""
+    every = list(tensors().items())
+
+    def number(part: int) -> Callable[[gguf.GGUFWriter], None]:
+        def add(writer: gguf.GGUFWriter) -> None:
+            writer.add_uint16("split.no", part)
+            writer.add_uint16("split.count", count)
+            writer.add_int32("split.tensors.count", len(every))
+
+        return add
+
+    paths = [folder / f"{name}-{part + 1:05}-of-{count:05}.gguf" for part in range(2)]
+    write_gguf(paths[0], weights=dict(every[:5]), extra=number(0))
+    second = gguf.GGUFWriter(paths[1], "llama")
+    number(1)(second)
+    for tensor_name, tensor in every[5:]:
+        second.add_tensor(tensor_name, tensor)
+    second.write_header_to_file()
+    second.write_kv_data_to_file()
+    second.write_tensors_to_file()
+    second.close()
+    return paths
+
+
+def test_a_model_in_several_files_is_converted_whichever_is_named(tmp_path: Path) -> None:
+    paths = write_split(tmp_path)
+    whole = load_file(convert_gguf(write_gguf(tmp_path / "whole.gguf"), progress=False) / "model.safetensors")
+    for path in paths:
+        converted = load_file(convert_gguf(path, progress=False) / "model.safetensors")
+        assert converted.keys() == whole.keys()
+        assert all(np.array_equal(converted[name], whole[name]) for name in whole)
+    (tmp_path / "whole.gguf").unlink()
+    assert resolve_model(str(tmp_path), None, "auto", progress=False) == convert_gguf(paths[0], progress=False)
+
+
+def test_a_part_of_a_model_is_refused_before_it_is_converted(tmp_path: Path) -> None:
+    first, second = write_split(tmp_path)
+    second.unlink()
+    with pytest.raises(ConfigError, match=r"one of 2 files .*has no m-00002-of-00002.gguf; fetch"):
+        convert_gguf(first, progress=False)
+    renamed = first.rename(tmp_path / "first.gguf")
+    with pytest.raises(ConfigError, match="one of 2 files of a model; give all of them names"):
+        convert_gguf(renamed, progress=False)
+    some = {name: tensor for name, tensor in tensors().items() if "ffn_down" not in name}
+    with pytest.raises(ConfigError, match=r"has no tensor blk.0.ffn_down.weight \(1 are missing\)"):
+        convert_gguf(write_gguf(tmp_path / "m.gguf", weights=some), progress=False)
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("keys", "kind", "longest"),
+    [
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 2.0}, "linear", 256),
+        ({"rope.scale_linear": 4.0}, "linear", 512),
+        ({"rope.scaling.type": "none", "rope.scaling.factor": 2.0}, "default", 128),
+        (
+            {
+                "rope.scaling.type": "yarn",
+                "rope.scaling.factor": 4.0,
+                "rope.scaling.original_context_length": 64,
+                "rope.scaling.yarn_beta_fast": 16.0,
+                "rope.scaling.attn_factor": 0.5,
+            },
+            "yarn",
+            256,
+        ),
+        ({"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}, "yarn", 512),
+    ],
+)
+def test_a_scaled_context_can_be_used_whole(keys: dict[str, Any], kind: str, longest: int, tmp_path: Path) -> None:
+    config = load_config(convert_gguf(write_gguf(tmp_path / "m.gguf", extra=with_keys(keys)), progress=False))
+    assert (config.rope_parameters["rope_type"], context_length(config, None)) == (kind, longest)
+    if "rope.scaling.attn_factor" in keys:
+        assert config.rope_parameters["beta_fast"] == 16.0
+        assert config.rope_parameters["attention_factor"] == pytest.approx(0.5 * (1 + 0.1 * math.log(4.0)))
+
+
+@pytest.mark.parametrize(
+    ("key", "harmless", "other"),
+    [
+        ("logit_scale", 1.0, 0.5),
+        ("attention.scale", 0.25, 0.5),
+        ("attention.causal", True, False),
+        ("attention.value_length", HIDDEN // HEADS, 8),
+        ("expert_count", 0, 4),
+        ("final_logit_softcapping", 0.0, 30.0),
+    ],
+)
+def test_keys_that_change_the_arithmetic_are_refused(
+    key: str, harmless: float | bool, other: float | bool, tmp_path: Path
+) -> None:
+    convert_gguf(write_gguf(tmp_path / "a.gguf", extra=with_keys({key: harmless})), progress=False)
+    with pytest.raises(ConfigError, match=f"llama.{key}={other!r} is not supported"):
+        convert_gguf(write_gguf(tmp_path / "b.gguf", extra=with_keys({key: other})), progress=False)
+
+
+def with_keys(keys: dict[str, Any]) -> Callable[[gguf.GGUFWriter], None]:
+    def add(writer: gguf.GGUFWriter) -> None:
+        adders: dict[type, Any] = {
+            str: writer.add_string,
+            float: writer.add_float32,
+            bool: writer.add_bool,
+            int: writer.add_uint32,
+        }
+        for key, value in keys.items():
+            adders[type(value)](f"llama.{key}", value)
+
+    return add

@@ -145,3 +145,43 @@ def test_a_damaged_pickle_is_refused(tmp_path: Path) -> None:
 def test_entries_that_are_not_tensors_are_ignored(tmp_path: Path) -> None:
     torch.save({"a": TENSORS["a"], "step": 3}, tmp_path / "pytorch_model.bin")
     assert set(WeightReader(tmp_path).names()) == {"a"}
+
+
+def test_a_leftover_index_beside_a_whole_file_is_ignored(tmp_path: Path) -> None:
+    one_safetensors(tmp_path)
+    for weight_map in ({"a": "model-00001-of-00002.safetensors"}, None):
+        write_index(tmp_path, "model.safetensors.index.json", weight_map)
+        assert set(WeightReader(tmp_path).names()) == set(TENSORS)
+    save_file({"c": TENSORS["b"]}, tmp_path / "more.safetensors")
+    files = dict.fromkeys(TENSORS, "model.safetensors") | {"c": "more.safetensors"}
+    write_index(tmp_path, "model.safetensors.index.json", files)
+    assert set(WeightReader(tmp_path).names()) == {*TENSORS, "c"}
+
+
+@pytest.mark.parametrize("load_format", ["safetensors", "bin"])
+def test_shards_without_an_index_are_read_if_all_are_there(load_format: str, tmp_path: Path) -> None:
+    def save(number: int, tensors: dict[str, torch.Tensor]) -> Path:
+        stem = "model" if load_format == "safetensors" else "pytorch_model"
+        path = tmp_path / f"{stem}-{number:05}-of-00002.{load_format}"
+        save_file(tensors, path) if load_format == "safetensors" else torch.save(tensors, path)
+        return path
+
+    save(1, {"a": TENSORS["a"]})
+    second = save(2, {"b": TENSORS["b"]})
+    with WeightReader(tmp_path, load_format) as reader:
+        assert {name: reader.get(name).tolist() for name in reader.names()} == {
+            n: t.tolist() for n, t in TENSORS.items()
+        }
+    save(2, TENSORS)
+    with pytest.raises(ConfigError, match=r"the tensor a is in .*00001.*and in .*00002"):
+        WeightReader(tmp_path, load_format)
+    second.unlink()
+    with pytest.raises(ConfigError, match=r"\(1 of 00002\), which are not one whole model; fetch"):
+        WeightReader(tmp_path, load_format)
+
+
+def test_several_files_without_numbers_or_index_are_refused(tmp_path: Path) -> None:
+    for name, tensor in TENSORS.items():
+        save_file({name: tensor}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(ConfigError, match=r"2 files of weights .a.safetensors, b.safetensors. and no index"):
+        WeightReader(tmp_path)
