@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,6 +26,16 @@ def remove_leftovers(parent: Path) -> None:
         with suppress(OSError):  # the folder of another user, or one that has just been removed
             if _has_ended(file.read_text(encoding="ascii", errors="replace")):
                 shutil.rmtree(file.parent, ignore_errors=True)
+
+
+def processes_with(variable: str, folder: Path) -> Iterator[int]:
+    """Other processes that have the folder as a variable of their environment, as all that are started with it have."""
+    marker = f"{variable}={folder}".encode()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and int(entry.name) != os.getpid():
+            with suppress(OSError):
+                if marker in (entry / "environ").read_bytes().split(b"\0"):
+                    yield int(entry.name)
 
 
 def _has_ended(owner: str) -> bool:

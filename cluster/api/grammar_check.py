@@ -38,7 +38,7 @@ class _Running(NamedTuple):
 def check_command(folder: str, vocab_size: int, eos_token_ids: Sequence[int]) -> list[str]:
     """The command line of the process."""
     module = "specray.structured_output.compile_check"
-    return [sys.executable, "-m", module, folder, str(vocab_size), *map(str, eos_token_ids)]
+    return [sys.executable, "-P", "-m", module, folder, str(vocab_size), *map(str, eos_token_ids)]
 
 
 class GrammarCheck:

@@ -1,21 +1,22 @@
 """The process behind `specray serve`: run Ray, Serve and the applications of one configuration until a signal.
 
-Started as `python -m cluster.cli.launcher FOLDER` in the environment that `serve` prepares.
+Started by `supervise` in the environment that `serve` prepares.
 """
 
 import argparse
 import logging
 import os
 import re
-import shutil
+import select
 import signal
 import ssl
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from types import FrameType
+from queue import SimpleQueue
 from typing import NoReturn
 from urllib.error import URLError
 from urllib.request import HTTPSHandler, ProxyHandler, build_opener
@@ -32,13 +33,15 @@ from cluster.config import AppConfig
 from cluster.log_level import most_verbose, set_log_level
 from cluster.serve_variables import ONE_LOOP
 from specray.errors import ConfigError, SpecRayError
-from specray.private_folders import disown
+from specray.private_folders import own
 
 POLL_S = 0.3
 READY_S = 60.0  # until a running ingress answers: it connects to the engines and reads the tokenizer
 DRAIN_SLACK_S = 15.0  # to start and end a drain
 DRAIN_POLL_S = 0.6  # longer than a heartbeat interval: by the second poll every ingress is draining and counted
 PROBE_S = 30.0
+LEAVE_S = 10.0  # to remove applications from a cluster that continues
+STOPPED = 3  # exit status of a stop before the server was ready
 ASK_S = 5.0
 
 
@@ -46,58 +49,103 @@ class StartError(SpecRayError):
     """The application did not start."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Exit status: 0 stopped, 1 the application failed, 2 the cluster cannot be used, 3 stopped while starting."""
     options = _parser().parse_args(argv)
-    status = _run(options)
-    if status == 1:
-        logs = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray/session_latest/logs")
-        print(f"Ray's logs: {logs}", file=sys.stderr)
-        disown(options.folder)  # it has the logs
-    else:
-        shutil.rmtree(options.folder, ignore_errors=True)
-    return status
+    own(options.folder)
+    status = _run(options, Stop())
+    sys.stdout.flush()
+    os._exit(status)  # a thread may still be starting applications
 
 
-def _run(options: argparse.Namespace) -> int:
-    """Exit status: 0 stopped by a signal, 1 the application failed, 2 the cluster cannot be used."""
+class Stop:
+    """The request to stop, which is the end of standard input: the supervisor's wish, or its death.
+
+    It is read in a thread, because library code may swallow exceptions of signal handlers. The process then exits in
+    the middle of what it does until it is told that something has to be undone.
+    """
+
+    def __init__(self) -> None:
+        self._undo_s: float | None = None
+        self.events: SimpleQueue[BaseException | None] = SimpleQueue()  # None: stop; an exception: the start failed
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def undo_within(self, seconds: float) -> None:
+        """From now on `events` has the request, and the process exits only when undoing takes longer than this."""
+        self._undo_s = seconds
+
+    def _watch(self) -> None:
+        _wait_for_end_of_input()
+        self.events.put(None)
+        if self._undo_s is None:
+            os._exit(STOPPED)
+        time.sleep(self._undo_s)
+        os._exit(1)
+
+
+def _run(options: argparse.Namespace, stop: Stop) -> int:
     document = load(options.folder / "serve.yaml")
     deploy = ServeDeploySchema.model_validate(document)
     apps = check_document(document, "serve.yaml")
-    _interrupt_on_sigterm()
     try:
         _start_ray(options.address, options.dashboard)
-        _interrupt_on_sigterm()  # again: Ray has installed its own handler, which exits at once
-        return _serve(deploy, apps, is_joined=options.address is not None)
+        signal.signal(signal.SIGTERM, lambda *_: None)  # instead of Ray's handler: the end of standard input tells it
+        return _serve(deploy, apps, stop, is_joined=options.address is not None)
     except (ConfigError, ConnectionError, AuthenticationError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except StartError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 0
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)  # shutting down is quick and must not be interrupted
         ray.shutdown()
 
 
-def _serve(deploy: ServeDeploySchema, apps: dict[str, AppConfig], is_joined: bool) -> int:
-    begin = time.monotonic()
+def _serve(deploy: ServeDeploySchema, apps: dict[str, AppConfig], stop: Stop, is_joined: bool) -> int:
+    """Start the applications in a thread, so that a stop interrupts any library code, and run until a stop."""
+    if is_joined:
+        stop.undo_within(LEAVE_S)
+    starting = threading.Thread(target=_start, args=(deploy, apps, stop), daemon=True)
+    starting.start()
     try:
-        for line in _start_applications(deploy, apps):
-            print(f"{line} ({time.monotonic() - begin:.0f} s)", flush=True)
-        while True:
-            signal.pause()
-    except KeyboardInterrupt:
-        print("stopping after running requests finish; press Ctrl-C again to stop at once", flush=True)
-        return 0
+        failure = stop.events.get()
+        if failure is not None:
+            raise failure
+        is_ready = not starting.is_alive()
+        if is_ready:
+            print("stopping after running requests finish; press Ctrl-C again to stop at once", flush=True)
+        return 0 if is_ready else STOPPED
     finally:
         for name, app in apps.items():
             _drain(name, app.server.drain_s + DRAIN_SLACK_S)
         # A cluster of our own ends as a whole. If Serve ended first, Ray would report its pending calls as errors.
         if is_joined and not serve.status().applications:
             serve.shutdown()  # type: ignore[no-untyped-call]
+
+
+def _start(deploy: ServeDeploySchema, apps: dict[str, AppConfig], stop: Stop) -> None:
+    """Start the applications and print a line for each."""
+    begin = time.monotonic()
+    try:
+        for line in _start_applications(deploy, apps):
+            print(f"{line} ({time.monotonic() - begin:.0f} s)", flush=True)
+        stop.undo_within(sum(app.server.drain_s + DRAIN_SLACK_S for app in apps.values()) + LEAVE_S)
+    except BaseException as failure:
+        stop.events.put(failure)
+
+
+def _wait_for_end_of_input() -> None:
+    """Meanwhile, if nobody reads standard output or error any more, what is printed there is dropped."""
+    poll = select.poll()
+    for fd in range(3):
+        poll.register(fd, select.POLLIN if fd == 0 else 0)
+    while True:
+        for fd, _ in poll.poll():
+            if fd == 0 and not os.read(fd, 1):
+                return
+            if fd != 0:
+                poll.unregister(fd)
+                os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
 
 
 def _start_ray(address: str | None, dashboard_port: int | None) -> None:
@@ -243,24 +291,15 @@ def _reachable(host: str) -> str:
     return wildcards.get(host, f"[{host}]" if ":" in host else host)
 
 
-def _interrupt_on_sigterm() -> None:
-    """Handle SIGTERM like Ctrl-C."""
-
-    def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, interrupt)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m cluster.cli.launcher", description="The process behind `specray serve`."
     )
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="contains serve.yaml; removed after a clean exit")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="contains serve.yaml")
     parser.add_argument("--address", metavar="HOST:PORT", help="join this cluster")
     parser.add_argument("--dashboard", type=int, metavar="PORT", help="start Ray's dashboard on PORT")
     return parser
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

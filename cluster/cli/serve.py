@@ -1,7 +1,7 @@
 """`specray serve [FILE] [flags]`: merge file and flags into one configuration, validate it and start the launcher.
 
 Errors in the configuration are reported here, before Ray starts. `flags` generates the flags from the configuration,
-`check` validates it, and `launcher` replaces this process to start Ray.
+`check` validates it, and `supervise` replaces this process to start Ray in `launcher`.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from cluster.api.trace_context import check_tracing_packages
 from cluster.cli.check import IMPORT_PATH, Json, check_document, check_keys, find_files, load, suggestion
 from cluster.cli.flags import add_flags, given, overridden
 from cluster.cli.sglang_environment import check_sglang_environment
+from cluster.cli.supervise import block_signals
 from cluster.config import AppConfig
 from cluster.serve_variables import LARGE_MESSAGES, ONE_LOOP
 from specray.cli.local_server import refuse_port_in_use
@@ -169,6 +170,7 @@ def ray_environment(folder: Path, is_local: bool, insecure: bool, environment: M
     outer = environment.items()
     kept = {name: value for name, value in outer if name != "RAY_ADDRESS" and (name, value) not in ONE_LOOP.items()}
     kept |= {"RAY_AUTH_MODE": "disabled" if insecure else "token", "RAY_USAGE_STATS_ENABLED": "0"}
+    kept["PYTHONSAFEPATH"] = "1"  # a json.py in the user's directory is not the module that a process imports
     if not is_local:
         return kept
     kept.pop("RAY_AUTH_TOKEN", None)
@@ -207,13 +209,14 @@ def _only_application(document: Json, file: Path | None) -> Json:
 
 
 def _become_launcher(document: Json, options: argparse.Namespace) -> NoReturn:
-    """Replace this process with the launcher, which then receives the signals sent to it."""
+    """Replace this process with the launcher's supervisor, which then receives the signals sent to it."""
     remove_leftovers(TEMPORARY)
+    block_signals()  # so that none comes between here and the new program, which waits for them
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=TEMPORARY))  # mode 0700
     (folder / "serve.yaml").write_text(yaml.safe_dump(document, sort_keys=False), encoding="utf-8")
     (folder / "token").write_text(secrets.token_hex(32), encoding="utf-8")
     own(folder)
-    arguments = ["-m", "cluster.cli.launcher", str(folder)]
+    arguments = ["-P", "-m", "cluster.cli.supervise", str(folder)]
     arguments += [f"--address={options.address}"] if options.address else []
     arguments += [f"--dashboard={options.dashboard}"] if options.dashboard else []
     environment = ray_environment(folder, options.address is None, options.insecure, os.environ)

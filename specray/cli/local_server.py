@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from http.client import HTTPException
 from pathlib import Path
@@ -25,7 +25,7 @@ from urllib.request import ProxyHandler, build_opener
 import yaml
 
 from specray.errors import SpecRayError
-from specray.private_folders import PREFIX, own, remove_leftovers
+from specray.private_folders import PREFIX, own, processes_with, remove_leftovers
 
 POLL_SECONDS = 0.5
 STOP_SECONDS = 30
@@ -145,7 +145,7 @@ class LocalServer:
     def _end_leftovers(self) -> None:
         """Kill Ray daemons that are still running some seconds after their driver has exited."""
         deadline = time.monotonic() + 5
-        while (pids := list(_processes_of(self._folder))) and time.monotonic() < deadline:
+        while (pids := list(processes_with("RAY_TMPDIR", self._folder))) and time.monotonic() < deadline:
             time.sleep(0.1)
         for pid in pids:
             with suppress(ProcessLookupError):
@@ -172,7 +172,7 @@ def refuse_port_in_use(host: str, port: int) -> None:
             ) from None
 
 
-_SERVE = [sys.executable, "-m", "specray.cli.main", "serve"]
+_SERVE = [sys.executable, "-P", "-m", "specray.cli.main", "serve"]
 _OPENER = build_opener(ProxyHandler({}))  # no proxy from the environment: the server is local
 
 
@@ -183,13 +183,3 @@ def _read(config: Path) -> dict[str, Any]:
         raise ServerStartError(f"cannot read {config}: {error}") from None
     assert isinstance(document, dict), "configs are checked by tests"
     return document
-
-
-def _processes_of(folder: Path) -> Iterator[int]:
-    """Other processes that have the folder in their environment."""
-    marker = f"RAY_TMPDIR={folder}".encode()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal() and int(entry.name) != os.getpid():
-            with suppress(OSError):
-                if marker in (entry / "environ").read_bytes().split(b"\0"):
-                    yield int(entry.name)

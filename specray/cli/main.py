@@ -4,30 +4,27 @@ Exit status: 0 success, 1 the command found a failure, 2 invalid input, 130 inte
 """
 
 import argparse
-import os
+import signal
 import sys
+import threading
 from collections.abc import Sequence
+from pkgutil import resolve_name
+from types import FrameType
 from typing import NoReturn
 
 from specray import __version__
-from specray.bench import command as bench
-from specray.bench import load_command as load
-from specray.bench import tune_command as tune
-from specray.cli import chat, status
-from specray.dashboard import command as dashboard
 from specray.errors import SpecRayError
-from specray.train import command as train
 
-# Commands of the package `cluster`, which this package does not import; they run as separate programs.
-CLUSTER_COMMANDS = {"serve": "cluster.cli.serve", "check": "cluster.cli.check"}
+# Commands of the package `cluster`, which this package does not import.
+CLUSTER_COMMANDS = {"serve": "cluster.cli.serve:main", "check": "cluster.cli.check:main"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments and arguments[0] in CLUSTER_COMMANDS:
-        become(CLUSTER_COMMANDS[arguments[0]], arguments[1:])
-    options = build_parser().parse_args(arguments)
     try:
+        if arguments and arguments[0] in CLUSTER_COMMANDS:
+            return _run_cluster_command(*arguments)
+        options = build_parser().parse_args(arguments)
         exit_status: int = options.run(options)
     except (SpecRayError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -38,7 +35,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_status
 
 
+def _run_cluster_command(command: str, *arguments: str) -> int:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _interrupt)
+    status: int = resolve_name(CLUSTER_COMMANDS[command])(arguments)
+    return status
+
+
+def _interrupt(number: int, _frame: FrameType | None) -> NoReturn:
+    """End the program by an exception.
+
+    The signal stays pending: where a library swallows the exception, `cluster.cli.supervise` still finds the signal.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    signal.pthread_kill(threading.get_ident(), number)
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    sys.exit(128 + number)
+
+
 def build_parser() -> argparse.ArgumentParser:
+    # Imported here, where Ctrl-C is handled.
+    from specray.bench import command as bench
+    from specray.bench import load_command as load
+    from specray.bench import tune_command as tune
+    from specray.cli import chat, status
+    from specray.dashboard import command as dashboard
+    from specray.train import command as train
+
     parser = argparse.ArgumentParser("specray", description="Speculative decoding for large language models.")
     parser.add_argument("--version", action="version", version=f"specray {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
@@ -79,12 +104,6 @@ def build_parser() -> argparse.ArgumentParser:
     commands.add_parser("serve", help="serve a model on Ray")
     commands.add_parser("check", help="validate a configuration and print the resources it needs")
     return parser
-
-
-def become(module: str, arguments: Sequence[str]) -> NoReturn:
-    """Replace this process with `python -m module`, so that signals and exit status are those of the module."""
-    sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
 
 
 if __name__ == "__main__":

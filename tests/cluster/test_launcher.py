@@ -1,5 +1,6 @@
 """`specray serve` from a user's side: it answers, exposes only its API, and stops."""
 
+import os
 import re
 import signal
 import socket
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import grpc
 import httpx
@@ -21,6 +23,7 @@ from specray.llm import LLM
 from specray.sampling_params import SamplingParams
 
 ROOT = Path(__file__).parents[2]
+SERVE = [sys.executable, "-P", "-m", "specray.cli.main", "serve"]
 START_TIMEOUT_S = 240.0  # for a busy machine
 STOP_TIMEOUT_S = 90.0
 LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
@@ -35,10 +38,7 @@ class Served:
         self.port = free_port()
         self._log = log
         command = [
-            sys.executable,
-            "-m",
-            "specray.cli.main",
-            "serve",
+            *SERVE,
             f"--model={model}",
             f"--port={self.port}",
             "--dtype=float32",
@@ -216,3 +216,77 @@ def command_lines(processes: list[int]) -> str:
         with suppress(psutil.Error):
             lines.append(" ".join(psutil.Process(process).cmdline()))
     return "\n".join(lines)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("is_group", [False, True])
+@pytest.mark.parametrize("moment_s", [0.3, 2.5, 8.0])
+def test_a_signal_while_starting_ends_everything(
+    number: signal.Signals, is_group: bool, moment_s: float, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Standard output is a pipe that nobody reads, as of a `tee` that Ctrl-C has ended."""
+    marker = f"SPECRAY_TEST_{uuid4().hex}"
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = subprocess.Popen(
+        [*SERVE, f"--model={tiny_model}", f"--port={free_port()}", "--device=cpu", "--max-total-tokens=4096"],
+        cwd=tmp_path,
+        env=os.environ | {marker: "1"},
+        stdout=writer,
+        stderr=(tmp_path / "log").open("wb"),
+        start_new_session=True,
+    )
+    os.close(writer)
+    time.sleep(moment_s)
+    folders = {environment["TMPDIR"] for environment in environments(marker) if "RAY_AUTH_TOKEN_PATH" in environment}
+    (os.killpg if is_group else os.kill)(process.pid, number)
+    assert process.wait(15.0) == 128 + number
+    assert environments(marker) == []
+    assert [folder for folder in folders if Path(folder).exists()] == []
+    assert (tmp_path / "log").read_text() == ("interrupted\n" if number == signal.SIGINT or folders else "")
+
+
+def test_a_second_signal_stops_at_once(tiny_model: Path, tmp_path: Path) -> None:
+    """Even where a stream is unfinished."""
+    server = Served(tiny_model, tmp_path / "log")
+    server.announcement()
+    folder = server.folder
+    body = {"model": "tiny", "prompt": "Once", "max_tokens": 4000, "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", f"http://127.0.0.1:{server.port}/v1/completions", json=body, timeout=60.0) as reply:
+        next(reply.iter_lines())
+        for _ in range(2):
+            server.process.send_signal(signal.SIGINT)
+            time.sleep(1.5)
+        assert server.process.wait(5.0) == 130
+    assert family(folder) == []
+    assert not Path(folder).exists()
+
+
+def test_a_killed_launcher_leaves_no_process(tiny_model: Path, tmp_path: Path) -> None:
+    """Nor does one whose supervisor is killed: it stops as by a signal."""
+    server = Served(tiny_model, tmp_path / "log")
+    server.announcement()
+    folder = server.folder
+    server.process.kill()
+    give_up = time.monotonic() + 30.0
+    while family(folder) and time.monotonic() < give_up:
+        time.sleep(0.2)
+    assert family(folder) == []
+
+
+@pytest.mark.parametrize("name", ["code", "json", "queue"])
+def test_modules_in_the_users_folder_are_not_imported(name: str, tmp_path: Path) -> None:
+    (tmp_path / f"{name}.py").write_text("raise SystemExit('the file in the folder was imported')")
+    script = Path(sys.executable).parent / "specray"
+    asked = subprocess.run([script, "serve", "--print-config"], cwd=tmp_path, capture_output=True, text=True)
+    assert (asked.returncode, asked.stderr) == (0, "")
+
+
+def environments(marker: str) -> list[dict[str, str]]:
+    """Of all processes that have the marker in theirs."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if marker in (environment := process.environ()):
+                found.append(environment)
+    return found
