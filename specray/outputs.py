@@ -42,6 +42,7 @@ class RequestUsage(NamedTuple):
     accept_histogram: tuple[int, ...] = ()  # [k]: verified trees with drafts of which exactly k were accepted
     is_lossy: bool = False  # acceptance by thresholds or simulated: the distribution may differ from the target's
     drafter: str = ""  # its drafter, where there are several
+    num_reasoning_tokens: int = 0  # completion tokens before the answer, with those of the marks around them
 
 
 class RequestTimes(NamedTuple):

@@ -4,7 +4,7 @@ Sampling itself lives in `specray.ops.sampling`, stop strings in `specray.engine
 """
 
 import secrets
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
@@ -40,6 +40,14 @@ AllowedTokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_AL
 PromptPosition = Annotated[int, Field(ge=0, le=10_000_000)]
 
 
+class ReasoningMarks(NamedTuple):
+    """The texts around the reasoning that an output may begin with. Stop strings act on the answer after it."""
+
+    start: str = "<think>"
+    end: str = "</think>"
+    is_open: bool = False  # the output begins inside, after a start in the prompt for example
+
+
 @dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid"))
 class SamplingParams:
     """Sampling options of a request. pydantic's ValidationError names an invalid field, its value and bound.
@@ -71,6 +79,7 @@ class SamplingParams:
     prompt_logprobs: NumLogprobs | None = None
     prompt_logprobs_start: PromptPosition = 0
     grammar: GrammarSpec | None = None  # the output matches it, unless max_tokens ends it before
+    reasoning: ReasoningMarks | None = None  # None: the whole output is the answer
 
 
 _ADAPTER = TypeAdapter(SamplingParams)

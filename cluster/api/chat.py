@@ -39,12 +39,16 @@ def prepare_chat(body: ChatRequest, tokenization: Tokenization, config: ServerCo
     if body.continue_final_message:
         formats = formats._replace(reasoning=None)  # the answer has begun
     prompt_end = tokenization.end_of(token_ids)
-    output = chat_output(body, *formats, prompt_end)
     params = body.sampling(config.default_max_tokens)
+    if (grammar := call_grammar(body, formats.calls) or params.grammar) is not None and formats.reasoning is not None:
+        formats = formats._replace(reasoning=formats.reasoning.before_grammar())
+    output = chat_output(body, *formats, prompt_end)
     if output.calls is not None and output.calls.has_special_tokens and body.skip_special_tokens is None:
         params = replace(params, skip_special_tokens=False)
-    if (grammar := call_grammar(body, *formats, prompt_end)) is not None:
-        params = replace(params, grammar=grammar)
+    if output.reasoning is not None:
+        grammar = grammar and output.reasoning.with_reasoning(grammar, prompt_end, tokenization.template)
+        params = replace(params, reasoning=output.reasoning.marks(prompt_end))
+    params = replace(params, grammar=grammar)
     return PreparedChat(token_ids, params, output)
 
 

@@ -64,16 +64,13 @@ def is_cut(choice: Completion) -> bool:
     return choice.finish_reason is not FinishReason.STOP or isinstance(choice.stop_reason, str)
 
 
-def call_grammar(
-    body: ChatRequest, calls: ToolFormat | None, reasoning: ReasoningFormat | None, prompt_end: str
-) -> GrammarSpec | None:
+def call_grammar(body: ChatRequest, calls: ToolFormat | None) -> GrammarSpec | None:
     """The grammar of a message that must call a tool; None if the request leaves that to the model."""
     if calls is None or not demands_call(body.tool_choice):
         return None
     functions = [Function(tool.function.name, _arguments_schema(tool)) for tool in body.callable_tools]
     max_calls = 1 if isinstance(body.tool_choice, ChosenTool) or body.parallel_tool_calls is False else None
-    preface = reasoning.structural_tag(prompt_end) if reasoning else None
-    return make_grammar("structural_tag", calls.syntax.structural_tag(functions, max_calls, preface), "tools")
+    return make_grammar("structural_tag", calls.syntax.structural_tag(functions, max_calls), "tools")
 
 
 def _arguments_schema(tool: Tool) -> Json:

@@ -82,7 +82,7 @@ def message_delta(event: Event) -> Json:
         case Content(text):
             return {"content": text}
         case Reasoning(text):
-            return {"reasoning_content": text}
+            return _reasoning(text)
         case CallStart(number, call_id, name):
             return _call_delta(number, _call(call_id, name, ""))
         case _:
@@ -93,10 +93,15 @@ def whole_message(message: ParsedMessage) -> Json:
     """The whole message. Content is null only beside calls."""
     fields: Json = {"role": "assistant", "content": message.content or (None if message.calls else ""), "refusal": None}
     if message.reasoning:
-        fields["reasoning_content"] = message.reasoning
+        fields |= _reasoning(message.reasoning)
     if message.calls:
         fields["tool_calls"] = [_call(*call) for call in message.calls]
     return fields
+
+
+def _reasoning(text: str) -> Json:
+    """SGLang's and DeepSeek's name of the field, and vLLM's."""
+    return {"reasoning_content": text, "reasoning": text}
 
 
 def _call_delta(index: int, fields: Json) -> Json:

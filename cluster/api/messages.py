@@ -184,6 +184,7 @@ class Message(Part):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: JoinedText | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # vLLM's name of the same
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_call_id: CallId | None = None
     function_call: None = None
@@ -203,8 +204,8 @@ class Message(Part):
     def for_template(self) -> Json:
         """Absent fields are left out, because templates test whether they are defined."""
         message: Json = {"role": "system" if self.role == "developer" else self.role, "content": self.content or ""}
-        if self.reasoning_content:
-            message["reasoning_content"] = self.reasoning_content
+        if reasoning := self.reasoning_content or self.reasoning:
+            message["reasoning_content"] = reasoning
         if self.tool_calls:
             message["tool_calls"] = [_call_for_template(call) for call in self.tool_calls]
         if self.role == "tool":

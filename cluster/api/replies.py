@@ -170,6 +170,7 @@ def usage(choices: Sequence[Completion], n: int) -> Json:
         "total_tokens": num_prompt + num_completion,
         "prompt_tokens_details": {"cached_tokens": sum(count.num_cached_tokens for count in prompts)},
         "completion_tokens_details": {
+            "reasoning_tokens": sum(count.num_reasoning_tokens for count in counts),
             "accepted_prediction_tokens": num_accepted,
             "rejected_prediction_tokens": num_draft - num_accepted,
         },

@@ -1,7 +1,8 @@
 """Incremental detokenization and stop conditions.
 
 Tokens are processed one by one, however many a step accepted. Text, ids, logprobs and usage therefore end at the same
-token for any split of the same output into steps. Text that may be the start of a stop string is held back.
+token for any split of the same output into steps. Text that may be the start of a stop string is held back. Stop
+strings act on the answer, not on the reasoning before it.
 """
 
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from typing import NamedTuple
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from specray.engine.answer_start import AnswerStart
 from specray.engine.stop_strings import StopPrefixes, cut_at_stop
 from specray.outputs import FinishReason
 from specray.sampling_params import SamplingParams
@@ -54,8 +56,11 @@ class TextStream:
         self._stream = self._stream_after(prompt_token_ids)
         self._longest_stop = max(map(len, params.stop), default=0)
         self._prefixes = StopPrefixes(params.stop) if params.stop else None
+        self._answer = AnswerStart(params.reasoning)
+        self.num_reasoning_tokens = 0
         self._num_tokens = 0
         self._text = ""  # all text so far, or its last part when there are no stop strings
+        self._num_answer = 0  # characters at its end that belong to the answer
         self._num_sent = 0  # characters of `_text` that were returned
         self._undecoded: list[int] = []  # tokens whose characters are incomplete
 
@@ -83,8 +88,10 @@ class TextStream:
         at_limit = self._num_tokens >= self._max_tokens
         if at_limit:
             new_text += self._flush()
-        if may_stop and self._params.stop and (cut := cut_at_stop(self._text, len(new_text), self._params)):
-            self._text, stop = cut
+        answer_start = len(self._text) - self._num_answer
+        if may_stop and new_text and (cut := cut_at_stop(self._text[answer_start:], len(new_text), self._params)):
+            answer, stop = cut
+            self._text = self._text[:answer_start] + answer
             return FinishReason.STOP, stop
         return (FinishReason.LENGTH, None) if at_limit else (None, None)
 
@@ -129,19 +136,31 @@ class TextStream:
         return self._append(rest)
 
     def _append(self, text: str) -> str:
+        """Returns what may be the end of a stop string: the new part of the answer."""
         self._text += text
+        if self._answer.is_answer:
+            answer = text
+        else:
+            answer = self._answer.feed(text)
+            self.num_reasoning_tokens = self._num_tokens if self._answer.has_reasoning else 0
+        self._num_answer += len(answer)
         if self._prefixes is not None:
-            self._prefixes.feed(text)
-        return text
+            self._prefixes.feed(answer)
+        return answer
 
     def _num_safe(self) -> int:
         """How many characters cannot be part of a stop string that is not complete yet."""
-        num_held = 0 if self._prefixes is None else self._prefixes.num_held
+        if self._prefixes is None:
+            return len(self._text)
+        if not (self._answer.is_answer or self._answer.has_reasoning):
+            return self._num_sent  # what may be the start of reasoning may also be that of an answer
+        num_held = self._prefixes.num_held
         return max(self._num_sent, len(self._text) - num_held)
 
     def _take(self, end: int) -> str:
         text = self._text[self._num_sent : end]
         keep = max(0, end - self._longest_stop)
         self._text = self._text[keep:]
+        self._num_answer = min(self._num_answer, len(self._text))
         self._num_sent = end - keep
         return text

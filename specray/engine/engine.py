@@ -175,7 +175,9 @@ class Engine:
             self.scheduler.commit(emitted, 0)
             return _empty_output(request)
         num_allowed = request.in_flight[0].num_drafts
-        cut = self._texts[request.request_id].feed(result.token_ids)
+        text = self._texts[request.request_id]
+        cut = text.feed(result.token_ids)
+        request.num_reasoning_tokens = text.num_reasoning_tokens
         self.scheduler.commit(emitted, cut.num_kept)
         self._record.emitted(emitted, cut.num_kept, num_allowed)
         output = RequestOutput(

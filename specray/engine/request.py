@@ -83,6 +83,7 @@ class Request:
     )  # by its latest trees, for the draft budget
     drafter: DrafterChoice | None = None  # None: there are not several
     num_preemptions: int = 0
+    num_reasoning_tokens: int = 0  # see RequestUsage
     is_lossy: bool = False  # see RequestUsage
 
     @property
@@ -154,6 +155,7 @@ class Request:
             tuple(self.accept_histogram),
             self.is_lossy,
             "" if self.drafter is None else self.drafter.name,
+            self.num_reasoning_tokens,
         )
 
 

@@ -12,7 +12,7 @@ import pytest
 from specray.config import SpeculativeConfig
 from specray.engine.request import EngineRequest
 from specray.errors import InvalidRequestError
-from specray.grammar import NO_TOKEN_ALLOWED, GrammarSpec, make_grammar
+from specray.grammar import NO_TOKEN_ALLOWED, GrammarSpec, as_format, make_grammar
 from specray.llm import LLM
 from specray.outputs import Completion, FinishReason
 from specray.sampling_params import SamplingParams
@@ -45,11 +45,14 @@ SCHEMAS: list[dict[str, Any]] = [
         "minItems": 2,
     },
 ]
+FLAG = make_grammar("json_schema", {"type": "object", "properties": {"f": {"type": "boolean"}}, "required": ["f"]})
+REASONING = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": "b"}  # free text up to the first b
 GRAMMARS = [
     *(make_grammar("json_schema", schema) for schema in SCHEMAS),
     make_grammar("regex", "[ab]{2}-[0-9]{1,3}"),
     make_grammar("choice", ["true", "null", "al"]),
     make_grammar("ebnf", 'root ::= "{" root? "}"'),
+    make_grammar("structural_tag", {"format": {"type": "sequence", "elements": [REASONING, as_format(FLAG)]}}),
 ]
 OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -111,6 +114,8 @@ def assert_matching(outputs: list[Completion]) -> None:
             require_valid(output.text, json.loads(params.grammar.text))
         if params.grammar.kind == "regex":
             assert re.fullmatch(params.grammar.text, output.text)
+        if params.grammar.kind == "structural_tag":
+            require_valid(output.text.partition("b")[2], json.loads(FLAG.text))
         if params.grammar.kind == "choice":
             assert output.text in json.loads(params.grammar.text)
     assert {output.finish_reason for output in outputs} <= {FinishReason.STOP, FinishReason.LENGTH}

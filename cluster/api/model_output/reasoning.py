@@ -2,15 +2,15 @@
 
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cluster.api.model_output.events import Content, Event, EventBuffer, Reasoning
 from cluster.api.model_output.parser import Parser
 from cluster.api.model_output.reader import Reader, Reading
 from cluster.api.model_output.trimmer import Trimmer
 from cluster.config import ReasoningParserName
-
-Json = dict[str, Any]
+from specray.grammar import GrammarSpec, as_format, make_grammar
+from specray.sampling_params import ReasoningMarks
 
 THINK = "<think>"
 END_THINK = "</think>"
@@ -27,14 +27,28 @@ class ReasoningFormat(NamedTuple):
         end = prompt.rstrip()
         return end.endswith(THINK) or (self.is_always_open and not end.endswith(END_THINK))
 
-    def structural_tag(self, prompt: str) -> Json | None:
-        """The format, in xgrammar's notation, of reasoning that a forced answer follows; None if there is none."""
-        if prompt.rstrip().endswith(END_THINK):
-            return None
+    def before_grammar(self) -> "ReasoningFormat":
+        """The format of an output with a grammar: reasoning without a mark would not be known from the answer."""
+        return self._replace(is_always_open=False)
+
+    def marks(self, prompt: str) -> ReasoningMarks:
+        return ReasoningMarks(THINK, END_THINK, self.is_open(prompt))
+
+    def with_reasoning(self, grammar: GrammarSpec, prompt: str, template: str) -> GrammarSpec:
+        """The grammar of an output that may begin with reasoning, or has to if the prompt ends inside.
+
+        It stays as it is if the prompt ends after reasoning, if the model's template knows none, and if the grammar has
+        the marks itself: then it describes the reasoning too.
+        """
+        knows_reasoning = self.is_open(prompt) or THINK in template or END_THINK in template
+        if not knows_reasoning or prompt.rstrip().endswith(END_THINK) or END_THINK in grammar.text:
+            return grammar
         begin = "" if self.is_open(prompt) else THINK
         reasoning = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": END_THINK}
         parts = {"type": "sequence", "elements": [reasoning, {"type": "regex", "pattern": r"\n?\n?"}]}
-        return parts if self.is_open(prompt) else {"type": "optional", "content": parts}
+        preface = parts if self.is_open(prompt) else {"type": "optional", "content": parts}
+        sequence = {"type": "sequence", "elements": [preface, as_format(grammar)]}
+        return make_grammar("structural_tag", {"type": "structural_tag", "format": sequence})
 
     def parser(self, prompt: str, keeps_marks: bool = False) -> Parser:
         """`keeps_marks` leaves the marks, and the whitespace beside them, in the reasoning."""

@@ -155,13 +155,12 @@ def _tool_choice(body: ResponsesRequest) -> object:
 
 
 def _usage(choices: Sequence[Completion]) -> Json:
-    """Tokens of reasoning are part of the output's and are not counted apart."""
     counts = usage(choices, 1)
     return {
         "input_tokens": counts["prompt_tokens"],
         "input_tokens_details": {**counts["prompt_tokens_details"], "cache_write_tokens": 0},
         "output_tokens": counts["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": counts["completion_tokens_details"]["reasoning_tokens"]},
         "total_tokens": counts["total_tokens"],
         "speculative": counts["speculative"],
     }

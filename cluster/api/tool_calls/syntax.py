@@ -28,8 +28,8 @@ class CallSyntax(NamedTuple):
         texts = [self._begin(name) + arguments + self.end for name, arguments in calls]
         return self.prefix + self.separator.join(texts) + self.suffix
 
-    def structural_tag(self, functions: Sequence[Function], max_calls: int | None, reasoning: Json | None) -> Json:
-        """xgrammar's structural tag of a message that calls at least one of `functions`, after `reasoning` if given."""
+    def structural_tag(self, functions: Sequence[Function], max_calls: int | None) -> Json:
+        """xgrammar's structural tag of a message that calls at least one of `functions`."""
         tags = {
             "type": "tags_with_separator",
             "tags": [self._tag(function) for function in functions],
@@ -37,7 +37,7 @@ class CallSyntax(NamedTuple):
             "at_least_one": True,
             "stop_after_first": max_calls == 1,
         }
-        parts = [reasoning, _constant(self.prefix), tags, _constant(self.suffix)]
+        parts = [_constant(self.prefix), tags, _constant(self.suffix)]
         return {"type": "structural_tag", "format": {"type": "sequence", "elements": [part for part in parts if part]}}
 
     def _tag(self, function: Function) -> Json:

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from specray.engine.detokenizer import TextStream
 from specray.outputs import FinishReason
-from specray.sampling_params import SamplingParams
+from specray.sampling_params import ReasoningMarks, SamplingParams
 from tests.support.stories import stories_tokenizer
 from tests.support.toy import toy_tokenizer
 
@@ -61,6 +61,57 @@ def cases(draw: st.DrawFn, any_tokens: bool, kinds: tuple[str, ...] = ("byte-lev
         skip_special_tokens=draw(st.booleans()),
     )
     return Case(kind, token_ids, params, draw(st.integers(1, 26)))
+
+
+MARKS = ("☃", "é")
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_stop_strings_act_on_the_answer_after_the_reasoning(data: st.DataObject) -> None:
+    """Whatever the steps; the reference looks at the whole text after each token."""
+    kind = data.draw(st.sampled_from(sorted(TOKENIZERS)))
+    words = data.draw(st.lists(st.sampled_from(["the", "a", "aab", " ", "\n", "in", *MARKS]), min_size=1, max_size=12))
+    token_ids = TOKENIZERS[kind].encode("".join(words), add_special_tokens=False).ids
+    marks = ReasoningMarks(*MARKS, data.draw(st.booleans()))
+    stops = data.draw(st.lists(st.sampled_from(["a", "aab", "he", "\n", "é", "nin"]), max_size=3, unique=True))
+    params = SamplingParams(stop=stops, reasoning=marks)
+    stream = TextStream(TOKENIZERS[kind], params, [], 1000)
+    text, rest, num_kept, is_ended = "", list(token_ids), 0, False
+    while rest and not is_ended:
+        size = data.draw(st.integers(1, len(rest)))
+        cut = stream.feed(rest[:size])
+        rest, text, num_kept, is_ended = rest[size:], text + cut.text, num_kept + cut.num_kept, bool(cut.finish_reason)
+    expected, num_expected = stopped_answer(Case(kind, token_ids, params, 1000), marks)
+    assert num_kept == num_expected
+    assert text == expected if is_ended else expected.startswith(text)
+    texts = [decode(Case(kind, token_ids, params, 1000), token_ids[:count]) for count in range(num_kept + 1)]
+    begun = [answer_of(shown, marks)[1] and not shown.endswith(SPLIT_CHARACTER) for shown in texts]
+    has_reasoning = answer_of(texts[-1], marks)[2]
+    num_reasoning = begun.index(True) if any(begun) else num_kept
+    assert stream.num_reasoning_tokens == (num_reasoning if has_reasoning else 0)
+
+
+def answer_of(text: str, marks: ReasoningMarks) -> tuple[str, bool, bool]:
+    """(the answer so far, whether it has begun, whether there is reasoning)."""
+    first = text.lstrip()
+    if not marks.is_open and not first.startswith(marks.start):
+        return (text, bool(first), False)
+    inside = text if marks.is_open else first.removeprefix(marks.start)
+    _, end, answer = inside.partition(marks.end)
+    return (answer, bool(end), True)
+
+
+def stopped_answer(case: Case, marks: ReasoningMarks) -> tuple[str, int]:
+    """The text up to the first stop string in the answer, and how many tokens it takes."""
+    for count in range(1, len(case.token_ids) + 1):
+        text = decode(case, case.token_ids[:count])
+        answer, has_begun, _ = answer_of(text, marks)
+        if has_begun and not text.endswith(SPLIT_CHARACTER):
+            starts = [(answer.find(stop), len(stop)) for stop in case.params.stop if stop in answer]
+            if starts:
+                return text[: len(text) - len(answer) + min(starts)[0]], count
+    return decode(case, case.token_ids), len(case.token_ids)
 
 
 def reference(case: Case) -> StreamResult:

@@ -15,6 +15,8 @@ from cluster.api.protocol import ChatRequest
 from cluster.api.tool_calls.formats import TOOL_FORMATS
 from cluster.config import ReasoningParserName, ToolCallParserName
 from specray.errors import InvalidRequestError
+from specray.grammar import GrammarSpec, as_format, make_grammar
+from specray.structured_output.compiler import _with_compact_json
 from tests.unit.cluster.api.test_chat_tools import TOOLS, USER
 
 PARIS = '{"city": "Paris"}'
@@ -36,10 +38,23 @@ def accepts(
 ) -> bool:
     """Whether a request's output may be `text`, as a whole."""
     body = ChatRequest.model_validate({"messages": USER, "tools": TOOLS, "tool_choice": "required"} | options)
-    grammar = call_grammar(body, TOOL_FORMATS[parser], REASONING_FORMATS[reasoning] if reasoning else None, prompt)
+    grammar = call_grammar(body, TOOL_FORMATS[parser])
     assert grammar is not None
-    assert grammar.kind == "structural_tag"
-    matcher = xgrammar.GrammarMatcher(compiler().compile_structural_tag(grammar.text))
+    return matches(text, grammar, reasoning, prompt)
+
+
+def matches(
+    text: str,
+    grammar: GrammarSpec,
+    reasoning: ReasoningParserName | None,
+    prompt: str,
+    template: str = "{{ content.split('</think>')[-1] }}",
+) -> bool:
+    """Whether an output that a prompt with this end has may be `text`, as a whole."""
+    if reasoning is not None:
+        grammar = REASONING_FORMATS[reasoning].before_grammar().with_reasoning(grammar, prompt, template)
+    compact = _with_compact_json(json.dumps({"type": "structural_tag", "format": as_format(grammar)}))
+    matcher = xgrammar.GrammarMatcher(compiler().compile_structural_tag(compact))
     return matcher.accept_string(text) and matcher.accept_token(256)
 
 
@@ -104,8 +119,11 @@ CALL = written("hermes", ("f", "{}"))
 @pytest.mark.parametrize(
     ("reasoning", "prompt", "text", "is_accepted"),
     [
-        ("deepseek-r1", "", f"Hmm.</think>\n\n{CALL}", True),
-        ("deepseek-r1", "", CALL, False),
+        ("deepseek-r1", "<think>\n", f"Hmm.</think>\n\n{CALL}", True),
+        ("deepseek-r1", "<think>\n", CALL, False),
+        ("deepseek-r1", "", f"Hmm.</think>\n\n{CALL}", False),
+        ("deepseek-r1", "", f"<think>Hmm.</think>\n\n{CALL}", True),
+        ("deepseek-r1", "", CALL, True),
         ("deepseek-r1", "</think>", CALL, True),
         ("qwen3", "", f"<think>\nHmm.\n</think>\n\n{CALL}", True),
         ("qwen3", "", CALL, True),
@@ -121,14 +139,59 @@ def test_a_call_may_follow_reasoning(
     assert accepts(text, "hermes", reasoning, prompt) is is_accepted
 
 
+GRAMMARS = [
+    (make_grammar("json_schema", {"type": "object", "properties": {}}), "{}"),
+    (make_grammar("json_object"), '{"a": [1]}'),
+    (make_grammar("choice", ["yes", "no"]), "no"),
+    (make_grammar("regex", "[ab]+"), "abba"),
+    (make_grammar("ebnf", 'root ::= "x" | "y" root'), "yx"),
+]
+
+
+@pytest.mark.parametrize(("grammar", "answer"), GRAMMARS, ids=[grammar.kind for grammar, _ in GRAMMARS])
+@pytest.mark.parametrize("reasoning", ["deepseek-r1", "qwen3"])
+def test_every_grammar_holds_for_the_answer_after_free_reasoning(
+    reasoning: ReasoningParserName, grammar: GrammarSpec, answer: str
+) -> None:
+    """What the parser then calls content matches the grammar."""
+    for prompt, thoughts in [
+        ("<think>\n", "So {\n</think>\n\n"),
+        ("", "<think>So {</think>"),
+        ("", ""),
+        ("</think>\n", ""),
+    ]:
+        text = thoughts + answer
+        assert matches(text, grammar, reasoning, prompt)
+        assert not matches(thoughts + "Sure!", grammar, reasoning, prompt)
+        parser = MessageParser(REASONING_FORMATS[reasoning].before_grammar().parser(prompt))
+        message = collect(parser.parse(text))
+        assert (message.content, message.reasoning) == (answer, "So {" if thoughts else "")
+    assert not matches(answer, grammar, reasoning, "<think>\n")
+
+
+def test_a_grammar_that_has_the_marks_describes_the_reasoning_too() -> None:
+    grammar = make_grammar("regex", "<think>[ab]*</think>c")
+    assert matches("<think>ab</think>c", grammar, "deepseek-r1", "")
+    assert not matches("<think>x</think><think>ab</think>c", grammar, "deepseek-r1", "")
+
+
+@pytest.mark.parametrize("reasoning", ["deepseek-r1", "qwen3"])
+def test_a_model_whose_template_knows_no_reasoning_begins_with_the_answer(reasoning: ReasoningParserName) -> None:
+    """It would write the mark by chance, and never the one that ends it."""
+    grammar = make_grammar("choice", ["yes", "no"])
+    assert matches("yes", grammar, reasoning, "assistant\n", "{{ content }}")
+    assert not matches("<think></think>yes", grammar, reasoning, "assistant\n", "{{ content }}")
+    assert matches("So.</think>yes", grammar, reasoning, "assistant\n<think>\n", "{{ content }}")
+
+
 @pytest.mark.parametrize("choice", [None, "auto", "none"])
 def test_a_model_that_may_answer_has_no_grammar(choice: str | None) -> None:
     body = ChatRequest.model_validate({"messages": USER, "tools": TOOLS, "tool_choice": choice})
-    assert call_grammar(body, TOOL_FORMATS["hermes"], None, "") is None
+    assert call_grammar(body, TOOL_FORMATS["hermes"]) is None
 
 
 def test_a_schema_is_part_of_the_grammar_as_it_was_sent() -> None:
     body = ChatRequest.model_validate({"messages": USER, "tools": TOOLS, "tool_choice": "required"})
-    grammar = call_grammar(body, TOOL_FORMATS["mistral"], None, "")
+    grammar = call_grammar(body, TOOL_FORMATS["mistral"])
     assert grammar is not None
     assert json.dumps(TOOLS[0]["function"]["parameters"]) in grammar.text

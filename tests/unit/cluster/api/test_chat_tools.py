@@ -10,6 +10,7 @@ import pytest
 from openai import BadRequestError
 from transformers import PreTrainedTokenizerFast
 
+from cluster.api.messages import Message
 from cluster.config import ToolCallParserName
 from tests.unit.cluster.api.clients import MODEL, answer_with, openai_client
 from tests.unit.cluster.api.test_tool_calls import CASES, Calls
@@ -210,7 +211,54 @@ def test_reasoning_is_apart_from_the_content(
                 async for chunk in await openai_client(server).chat.completions.create(**asked, stream=True)
             ]
             assert "".join(delta.content or "" for delta in deltas) == content
-            shown = "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas)
-            assert shown == (reasoning or "")
+            for field in ("reasoning_content", "reasoning"):  # SGLang's and vLLM's
+                shown = "".join(getattr(delta, field, None) or "" for delta in deltas)
+                assert shown == (reasoning or "")
+            assert getattr(message, "reasoning", None) == reasoning
 
     asyncio.run(scenario())
+
+
+def test_a_call_in_reasoning_that_stays_content_is_no_call(serve: Serve, tokenizer: PreTrainedTokenizerFast) -> None:
+    async def scenario() -> None:
+        async with serve(server={"reasoning_parser": "qwen3"}) as server:
+            text = f"<think>\nSay {HERMES}?\n</think>\n\n{HERMES}"
+            answer_with(server, tokenizer, text)
+            asked = ASKED | {"extra_body": {"separate_reasoning": False}}
+            message = (await openai_client(server).chat.completions.create(**asked)).choices[0].message
+            assert message.content == f"<think>\nSay {HERMES}?\n</think>"
+            assert len(message.tool_calls or []) == 1
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_strings_act_on_the_answer_and_reasoning_tokens_are_counted(
+    serve: Serve, tokenizer: PreTrainedTokenizerFast, stream: bool
+) -> None:
+    async def scenario() -> None:
+        async with serve(server={"reasoning_parser": "deepseek-r1"}) as server:
+            answer_with(server, tokenizer, "Two and ur.</think>Four.")
+            num_reasoning = len(tokenizer.encode("Two and ur.</think>"))
+            client = openai_client(server)
+            asked: dict[str, Any] = {"model": MODEL, "messages": USER, "stop": ["ur"]}
+            if stream:
+                async with client.chat.completions.stream(**asked, stream_options={"include_usage": True}) as events:
+                    reply: Any = await events.get_final_completion()
+            else:
+                reply = await client.chat.completions.create(**asked)
+            message = reply.choices[0].message
+            assert (message.content, message.reasoning_content) == ("Fo", "Two and ur.")
+            assert reply.choices[0].finish_reason == "stop"
+            assert reply.usage.completion_tokens_details.reasoning_tokens == num_reasoning
+            response = await client.responses.create(model=MODEL, input="hi")
+            assert response.usage is not None
+            assert response.usage.output_tokens_details.reasoning_tokens == num_reasoning
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("field", ["reasoning", "reasoning_content"])
+def test_reasoning_of_earlier_messages_reaches_the_template(field: str) -> None:
+    message = Message.model_validate({"role": "assistant", "content": "Four.", field: "Two and two."})
+    assert message.for_template["reasoning_content"] == "Two and two."

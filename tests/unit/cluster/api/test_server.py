@@ -99,6 +99,7 @@ def test_usage_counts_a_prompt_once_and_reports_speculation(serve: Serve) -> Non
             usage = reply["usage"]
             assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (4, 18, 22)
             assert usage["completion_tokens_details"] == {
+                "reasoning_tokens": 0,
                 "accepted_prediction_tokens": 8,
                 "rejected_prediction_tokens": 0,
             }
