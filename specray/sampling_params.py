@@ -18,13 +18,15 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
 MAX_ALLOWED_TOKENS = 1024
 MAX_BIASED_TOKENS = 300
+MAX_TOP_K = 2**31 - 1  # more than any vocabulary has
+ANY_SEED = -1  # asks for a random one, as in vLLM and SGLang
 
 Temperature = Annotated[float, Field(ge=0.0, le=100.0, allow_inf_nan=False)]
-TopP = Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)]
-TopK = Annotated[int, Field(ge=-1, le=1_000_000)]
+TopP = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
+TopK = Annotated[int, Field(ge=-1)]
 MinP = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
 AdditivePenalty = Annotated[float, Field(ge=-2.0, le=2.0, allow_inf_nan=False)]
-RepetitionPenalty = Annotated[float, Field(gt=0.0, le=2.0, allow_inf_nan=False)]
+RepetitionPenalty = Annotated[float, Field(gt=0.0, le=1000.0, allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Bias = Annotated[float, Field(ge=-100.0, le=100.0, allow_inf_nan=False)]
 LogitBias = Annotated[dict[TokenId, Bias], Field(max_length=MAX_BIASED_TOKENS)]
@@ -53,8 +55,9 @@ class SamplingParams:
     """Sampling options of a request. pydantic's ValidationError names an invalid field, its value and bound.
 
     Presence and frequency penalties count generated tokens, the repetition penalty prompt and generated tokens.
-    `logprobs` is the number of alternatives reported per token; 0 reports only the token's own. `prompt_logprobs` is
-    the same for the prompt's tokens after position `prompt_logprobs_start`. `max_tokens=0` only computes the prompt.
+    `top_p=0` is greedy decoding. `logprobs` is the number of alternatives reported per token; 0 reports only the
+    token's own. `prompt_logprobs` is the same for the prompt's tokens after position `prompt_logprobs_start`.
+    `max_tokens=0` only computes the prompt.
     """
 
     temperature: Temperature = 1.0
@@ -81,12 +84,21 @@ class SamplingParams:
     grammar: GrammarSpec | None = None  # the output matches it, unless max_tokens ends it before
     reasoning: ReasoningMarks | None = None  # None: the whole output is the answer
 
+    def __post_init__(self) -> None:
+        if self.top_p == 0.0:  # only the most likely token; of equally likely ones the first, as at temperature 0
+            object.__setattr__(self, "temperature", 0.0)
+            object.__setattr__(self, "top_p", 1.0)
+        if self.top_k > MAX_TOP_K:
+            object.__setattr__(self, "top_k", -1)
+
 
 _ADAPTER = TypeAdapter(SamplingParams)
 
 
 def make_sampling_params(**fields: object) -> SamplingParams:
     """SamplingParams from untrusted fields. InvalidRequestError for the first invalid field."""
+    if fields.get("seed") == ANY_SEED:
+        fields["seed"] = None
     try:
         return _ADAPTER.validate_python(fields)
     except ValidationError as error:

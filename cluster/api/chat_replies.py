@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from cluster.api.chat_output import ChatOutput, is_cut
 from cluster.api.model_output.events import CallStart, Content, Event, ParsedMessage, Reasoning, collect
-from cluster.api.replies import Json, OpenAIReply, ReplyMetadata, ending, finite
+from cluster.api.replies import Json, OpenAIReply, ReplyMetadata, finite
 from cluster.api.tokenization import TokenTexts
 from specray.outputs import Completion, RequestOutput, TokenLogprob
 from specray.sampling_params import SamplingParams
@@ -58,7 +58,7 @@ class ChatReply(OpenAIReply):
         }
 
     def _ending(self, choice: Completion) -> Json:
-        fields = ending(choice)
+        fields = super()._ending(choice)
         has_called = self._num_calls[choice.index] > 0 and not self._format.is_call_named
         return fields | {"finish_reason": "tool_calls"} if has_called and fields["finish_reason"] == "stop" else fields
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from cluster.api.completion_protocol import CompletionRequest
-from cluster.api.replies import Json, OpenAIReply, ReplyMetadata, ending, finite
+from cluster.api.replies import Json, OpenAIReply, ReplyMetadata, finite
 from cluster.api.tokenization import TokenTexts
 from specray.outputs import Completion, RequestOutput, TokenLogprob
 from specray.sampling_params import SamplingParams
@@ -66,7 +66,7 @@ class CompletionReply(OpenAIReply):
         return {"text": text, "logprobs": shown, "finish_reason": None}
 
     def _last(self, choice: Completion) -> Json:
-        return {"text": "", "logprobs": None, **ending(choice)}
+        return {"text": "", "logprobs": None, **self._ending(choice)}
 
     def _whole_choice(self, choice: Completion) -> Json:
         text, logprobs, unscored = choice.text, choice.logprobs, None
@@ -120,7 +120,7 @@ class BestOfReply(CompletionReply):
         best = [
             choice for group in groups for choice in sorted(group, key=_mean_logprob, reverse=True)[: self._num_shown]
         ]
-        choices = [self._whole_choice(c) | ending(c) | {"index": index} for index, c in enumerate(best)]
+        choices = [self._whole_choice(c) | self._ending(c) | {"index": index} for index, c in enumerate(best)]
         return self._metadata.fields(self.kind) | {"choices": choices, "usage": self._usage()}
 
     def _whole_choice(self, choice: Completion) -> Json:

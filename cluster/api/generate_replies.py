@@ -74,7 +74,7 @@ class GenerateReply:
             "seed": choice.seed,
         }
         if choice.logprobs is not None:
-            meta |= self._logprobs("output", choice.logprobs)
+            meta |= self._logprobs("output", choice.logprobs) | self._logprobs("input", [])
         if choice.prompt_logprobs is not None:
             meta |= self._logprobs("input", choice.prompt_logprobs, *self._unscored(choice))
         return meta

@@ -35,6 +35,12 @@ _HARMLESS_MEMBERS = (
     "disable_additional_properties",
     "whitespace_pattern",
 )
+_SCHEMA = "response_format.schema"
+_FORMAT_MEMBERS: dict[str, tuple[str, ...]] = {
+    "text": (),
+    "json_object": ("schema",),
+    "json_schema": ("json_schema",),
+}
 _JSON_SCHEMA_MEMBERS = ("name", "description", "schema", "strict")
 
 
@@ -56,10 +62,14 @@ def grammar_of(fields: Mapping[str, Any]) -> GrammarSpec | None:
 def _response_format(value: object) -> GrammarSpec | None:
     """OpenAI's object, and vLLM's and SGLang's type `structural_tag` of it."""
     kind = value.get("type") if isinstance(value, Mapping) else None
+    if isinstance(value, Mapping) and isinstance(kind, str):
+        _refuse_unknown_members(value, kind)
     if kind == "text":
         return None
     if kind == "json_object":
-        return make_grammar("json_object")
+        assert isinstance(value, Mapping)
+        schema = value.get("schema")  # of llama.cpp and other servers
+        return make_grammar("json_object") if schema is None else make_grammar("json_schema", schema, _SCHEMA)
     if kind == "json_schema":
         assert isinstance(value, Mapping)
         return _named_schema(value.get("json_schema"))
@@ -70,6 +80,16 @@ def _response_format(value: object) -> GrammarSpec | None:
         "structural_tag",
         "response_format",
     )
+
+
+def _refuse_unknown_members(value: Mapping[str, object], kind: str) -> None:
+    """A member that is not read may be a schema in the wrong place."""
+    for name in value if kind in _FORMAT_MEMBERS else ():
+        if name not in ("type", *_FORMAT_MEMBERS[kind]) and value[name] is not None:
+            raise InvalidRequestError(
+                f"response_format of type {kind} has no member {short_repr(name)}; leave it out",
+                f"response_format.{str(name)[:64]}",
+            )
 
 
 def _named_schema(value: object) -> GrammarSpec:

@@ -130,9 +130,20 @@ def demands_call(choice: ToolChoice | None) -> bool:
     return choice == "required" or isinstance(choice, ChosenTool)
 
 
+def _written(arguments: object) -> object:
+    """Arguments as JSON text; some clients send the object itself, or null."""
+    if arguments is None:
+        return ""
+    if not isinstance(arguments, dict):
+        return arguments
+    if depth(arguments) > MAX_DEPTH:
+        raise InvalidRequestError(f"the arguments of a call are nested more than {MAX_DEPTH} levels; flatten them")
+    return json.dumps(arguments, ensure_ascii=False)
+
+
 class CalledFunction(Part):
     name: FunctionName
-    arguments: Annotated[str, Field(max_length=1_000_000)]
+    arguments: Annotated[str, Field(max_length=1_000_000), BeforeValidator(_written)]
 
     @property
     def value(self) -> object:
@@ -148,7 +159,7 @@ class ToolCall(Part):
     """A call that the assistant made earlier in the conversation."""
 
     id: CallId
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: CalledFunction
 
 
@@ -179,7 +190,7 @@ JoinedText = Annotated[str, BeforeValidator(_joined, json_schema_input_type=str 
 
 
 class Message(Part):
-    """One message of a conversation. Only an assistant's message may have no content."""
+    """One message of a conversation. Only an assistant's message and a tool's may have no content."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: JoinedText | None = None
@@ -192,7 +203,7 @@ class Message(Part):
 
     @model_validator(mode="after")
     def _fields_fit_the_role(self) -> Self:
-        if self.content is None and self.role != "assistant":
+        if self.content is None and self.role not in ("assistant", "tool"):
             raise InvalidRequestError(f"content is required in a message of role {self.role!r}")
         if self.tool_calls and self.role != "assistant":
             raise InvalidRequestError(f"a message of role {self.role!r} has tool_calls; only assistants call tools")

@@ -223,6 +223,7 @@ class OpenAIRequest(Sampling, GrammarFields, RequestOptions):
     max_tokens: MaxTokens | None = None
     min_tokens: MinTokens | None = None
     include_stop_str_in_output: bool | None = None
+    no_stop_trim: bool | None = None  # SGLang's name of the same
     allowed_token_ids: AllowedTokenIds | None = None
     truncate_prompt_tokens: PromptLimit | None = None  # only the prompt's last tokens are kept
     prediction: Prediction | None = None
@@ -245,7 +246,7 @@ class OpenAIRequest(Sampling, GrammarFields, RequestOptions):
             seed=self.seed,
             max_tokens=max_tokens,
             min_tokens=self.min_tokens,
-            include_stop_str_in_output=self.include_stop_str_in_output,
+            include_stop_str_in_output=bool(self.include_stop_str_in_output or self.no_stop_trim),
             allowed_token_ids=self.allowed_token_ids,
             logprobs=logprobs,
             grammar=self.grammar,

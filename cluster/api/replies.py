@@ -107,6 +107,7 @@ class OpenAIReply:
         self.choices = empty_choices([params] * num_prompts)
         self._metadata = metadata
         self._n = params.n
+        self._stop_token_ids = params.stop_token_ids
         self._tokens = tokens
         self._include_usage = include_usage
 
@@ -140,7 +141,7 @@ class OpenAIReply:
         return usage(self.choices, self._n)
 
     def _ending(self, choice: Completion) -> Json:
-        return ending(choice)
+        return ending(choice, self._stop_token_ids)
 
     def _deltas(self, choice: Completion, output: RequestOutput) -> list[Json]:
         """The choice's fields in each chunk of one output."""
@@ -196,7 +197,12 @@ def finite(logprob: float) -> float:
     return max(logprob, MIN_LOGPROB)
 
 
-def ending(choice: Completion) -> Json:
-    """How and with which seed a choice ended, in OpenAI's fields."""
+def ending(choice: Completion, stop_token_ids: Sequence[int]) -> Json:
+    """How and with which seed a choice ended, in OpenAI's fields.
+
+    `stop_reason` is vLLM's: the request's stop string or stop token, and null after the model's own end token.
+    """
     assert choice.finish_reason is not None
-    return {"finish_reason": choice.finish_reason.value, "stop_reason": choice.stop_reason, "seed": choice.seed}
+    stop = choice.stop_reason
+    stop_reason = stop if isinstance(stop, str) or stop in stop_token_ids else None
+    return {"finish_reason": choice.finish_reason.value, "stop_reason": stop_reason, "seed": choice.seed}

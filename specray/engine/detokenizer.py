@@ -82,6 +82,8 @@ class TextStream:
         self._num_tokens += 1
         may_stop = self._num_tokens >= max(1, self._params.min_tokens)
         if may_stop and token_id in self._stop_ids:
+            if self._params.include_stop_str_in_output:
+                self._decode(token_id)
             self._flush()
             return FinishReason.STOP, token_id
         new_text = self._decode(token_id)

@@ -12,12 +12,12 @@ NAN, INFINITY = float("nan"), float("inf")
     ("field", "allowed", "refused"),
     [
         ("temperature", [0, 0.7, 100.0], [-0.1, 100.1, NAN, INFINITY, "hot", None]),
-        ("top_p", [0.01, 1.0], [0.0, 1.01, NAN]),
-        ("top_k", [-1, 0, 1_000_000], [-2, 1_000_001, 1.5]),
+        ("top_p", [0, 0.01, 1.0], [-0.1, 1.01, NAN]),
+        ("top_k", [-1, 0, 2**31, 2**62], [-2, 1.5]),
         ("min_p", [0.0, 1.0], [-0.1, 1.1, NAN]),
         ("presence_penalty", [-2.0, 2.0], [-2.1, 2.1, NAN]),
         ("frequency_penalty", [-2.0, 2.0], [-2.1, 2.1, INFINITY]),
-        ("repetition_penalty", [0.1, 2.0], [0.0, -1.0, 2.1, NAN]),
+        ("repetition_penalty", [0.1, 1000.0], [0.0, -1.0, 1000.1, NAN]),
         ("logit_bias", [{}, {3: -100.0}, {"3": 5}], [{3: 101.0}, {-1: 1.0}, {2**31: 1.0}, {3: NAN}, {"x": 1.0}]),
         ("seed", [None, -(2**63), 2**63 - 1], [2**63, -(2**63) - 1, 0.5]),
         ("n", [1, 128], [0, 129]),
@@ -51,6 +51,19 @@ def test_an_unknown_option_is_refused() -> None:
     with pytest.raises(InvalidRequestError) as caught:
         make_sampling_params(temprature=1.0)
     assert caught.value.param == "temprature"
+
+
+def test_top_p_zero_is_temperature_zero() -> None:
+    assert make_sampling_params(top_p=0, temperature=1.5) == make_sampling_params(temperature=0.0)
+    assert SamplingParams(top_p=0.0) == SamplingParams(temperature=0.0)
+
+
+def test_a_top_k_above_any_vocabulary_excludes_nothing() -> None:
+    assert make_sampling_params(top_k=2**31).top_k == make_sampling_params(top_k=2**62).top_k == -1
+
+
+def test_seed_minus_one_asks_for_a_random_seed() -> None:
+    assert make_sampling_params(seed=-1).seed is None
 
 
 def test_the_constructor_validates_options() -> None:

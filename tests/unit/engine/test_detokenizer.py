@@ -125,7 +125,9 @@ def reference(case: Case) -> StreamResult:
     for count, token_id in enumerate(token_ids, 1):
         kept, may_stop = token_ids[:count], count >= max(1, params.min_tokens)
         if may_stop and token_id in stop_ids:
-            return StreamResult(kept, extend(case, shown, kept[:-1], num_shown_tokens), FinishReason.STOP, token_id)
+            shows_stop = params.include_stop_str_in_output
+            text = extend(case, shown, kept if shows_stop else kept[:-1], num_shown_tokens)
+            return StreamResult(kept, text, FinishReason.STOP, token_id)
         whole = extend(case, shown, kept, num_shown_tokens)
         if whole.endswith(SPLIT_CHARACTER) and count < max_tokens:
             continue
@@ -247,6 +249,14 @@ def test_stop_strings_are_excluded_unless_requested(case: Case, cuts: list[int])
             stop for stop in params.stop if stop != SPLIT_CHARACTER
         ]  # an end token may follow an incomplete character
         assert not any(stop in text for stop in stops)
+
+
+def test_a_stop_token_is_shown_with_the_option_of_stop_strings() -> None:
+    tokenizer = TOKENIZERS["byte-level"]
+    ids = tokenizer.encode("ab.").ids
+    for shows, text in ((True, "ab."), (False, "ab")):
+        params = SamplingParams(stop_token_ids=[ids[-1]], include_stop_str_in_output=shows)
+        assert TextStream(tokenizer, params, [1], 100).feed(ids).text == text
 
 
 def test_text_is_withheld_only_where_a_stop_string_may_begin() -> None:

@@ -27,6 +27,7 @@ SGLANG: list[tuple[dict[str, Any], GrammarSpec | None]] = [
 OPENAI_AND_VLLM: list[tuple[dict[str, Any], GrammarSpec | None]] = [
     ({"response_format": {"type": "text"}}, None),
     ({"response_format": {"type": "json_object"}}, GrammarSpec("json_object")),
+    ({"response_format": {"type": "json_object", "schema": SCHEMA}}, AS_SCHEMA),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}}, AS_SCHEMA),
     (
         {
@@ -45,13 +46,16 @@ OPENAI_AND_VLLM: list[tuple[dict[str, Any], GrammarSpec | None]] = [
     ({"structured_outputs": {"grammar": 'root ::= "a"'}}, GrammarSpec("ebnf", 'root ::= "a"')),
     ({"structured_outputs": {"structural_tag": TAG}}, AS_TAG),
     ({"structured_outputs": {"json_object": True}}, GrammarSpec("json_object")),
-    ({"guided_json": SCHEMA, "guided_decoding_backend": "xgrammar"}, AS_SCHEMA),
+    ({"guided_json": SCHEMA}, AS_SCHEMA),
     ({"guided_regex": "a+"}, GrammarSpec("regex", "a+")),
     ({"guided_choice": ["a", "b"]}, GrammarSpec("choice", '["a", "b"]')),
     ({"guided_grammar": 'root ::= "a"'}, GrammarSpec("ebnf", 'root ::= "a"')),
 ]
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": "json"}, "response_format", "expected an object"),
+    ({"response_format": {"type": "text", "schema": SCHEMA}}, "response_format.schema", "has no member 'schema'"),
+    ({"response_format": {"type": "json_object", "strict": True}}, "response_format.strict", "has no member"),
+    ({"response_format": {"type": ["text"]}}, "response_format", "expected an object of type"),
     ({"response_format": {"type": "xml"}}, "response_format", "expected an object of type"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "expected an object with a schema"),
     (

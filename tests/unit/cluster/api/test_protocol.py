@@ -1,5 +1,6 @@
 """Request bodies: bounds of every field, unsupported and unknown fields."""
 
+import json
 from typing import Any
 
 import pytest
@@ -17,12 +18,12 @@ USER = {"role": "user", "content": "hi"}
 # field, values at the bounds, values just outside
 BOUNDS: list[tuple[str, list[Any], list[Any]]] = [
     ("temperature", [0, 100.0], [-0.01, 100.1, float("nan"), float("inf"), "1", True]),
-    ("top_p", [1e-9, 1], [0, 1.01, float("nan")]),
-    ("top_k", [-1, 1_000_000], [-2, 1_000_001, 1.5]),
+    ("top_p", [0, 1e-9, 1], [-0.1, 1.01, float("nan")]),
+    ("top_k", [-1, 2**31, 2**62], [-2, 1.5]),
     ("min_p", [0, 1], [-0.1, 1.1]),
     ("presence_penalty", [-2, 2], [-2.1, 2.1]),
     ("frequency_penalty", [-2, 2], [-2.1, 2.1]),
-    ("repetition_penalty", [0.01, 2], [0, 2.1]),
+    ("repetition_penalty", [0.01, 1000], [0, 1001]),
     ("seed", [-(2**63), 2**63 - 1], [-(2**63) - 1, 2**63, 0.5]),
     ("n", [1, 128], [0, 129, True]),
     ("max_tokens", [0, 10_000_000], [10_000_001, -1]),
@@ -101,6 +102,24 @@ def test_unsupported_fields_are_rejected(name: str) -> None:
 def test_unknown_fields_are_accepted_and_listed() -> None:
     body = ChatRequest.model_validate({"messages": [USER], "user": "me", "frobnicate": 1, "x" * 500: 2})
     assert body.ignored_fields == ["user", "frobnicate", "x" * 64]
+
+
+def test_calls_of_earlier_turns_are_accepted_as_agents_send_them() -> None:
+    call = {"id": "a", "function": {"name": "f", "arguments": {"x": "é"}}}
+    turns = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": None},
+    ]
+    assistant, result = ChatRequest.model_validate({"messages": [USER, *turns]}).messages[1:]
+    assert assistant.for_template["tool_calls"][0]["function"] == {"name": "f", "arguments": {"x": "é"}}
+    assert result.for_template == {"role": "tool", "content": "", "tool_call_id": "a"}
+
+
+@pytest.mark.parametrize("arguments", [5, [], True, json.loads('{"a": ' * 99 + "1" + "}" * 99)])
+def test_arguments_of_earlier_calls_that_are_no_object_are_refused(arguments: Any) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    with pytest.raises(ValidationError):
+        ChatRequest.model_validate({"messages": [USER, {"role": "assistant", "tool_calls": [call]}]})
 
 
 def test_text_parts_are_joined_and_developer_becomes_system() -> None:

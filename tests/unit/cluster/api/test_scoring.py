@@ -117,7 +117,7 @@ def test_generate_scores_prompts_from_the_given_position(serve: Serve) -> None:
         assert meta["input_top_logprobs"] == [None, *[[[SCORE, token, None]] for token in ids("def")]]
         assert (scored["text"], scored["output_ids"], meta["completion_tokens"]) == ("", [], 0)
         assert meta["finish_reason"] == {"type": "length", "length": 0}
-        assert "input_token_logprobs" not in generated["meta_info"]
+        assert generated["meta_info"]["input_token_logprobs"] == generated["meta_info"]["input_top_logprobs"] == []
         assert len(generated["meta_info"]["output_token_logprobs"]) == 3
         assert [reply["meta_info"]["id"] for reply in (scored, generated)] == ["one", "two"]
         last = {chunk["index"]: chunk for chunk in chunks}

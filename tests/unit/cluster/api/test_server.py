@@ -116,6 +116,55 @@ def test_usage_counts_a_prompt_once_and_reports_speculation(serve: Serve) -> Non
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/generate"])
+def test_seed_minus_one_is_a_random_seed_that_the_reply_reports(serve: Serve, path: str) -> None:
+    body: dict[str, Any] = {
+        "/v1/chat/completions": {"messages": CHAT["messages"], "seed": -1},
+        "/v1/completions": {"prompt": "hi", "seed": -1},
+        "/v1/responses": {"input": "hi", "seed": -1, "store": False},
+        "/generate": {"text": "hi", "sampling_params": {"sampling_seed": -1}},
+    }[path]
+
+    async def scenario() -> None:
+        async with serve() as server:
+            replies = [(await server.http.post(path, json=body)).json() for _ in range(3)]
+            seeds = {reply.get("seed", reply.get("meta_info", {}).get("seed")) for reply in replies}
+            assert len(seeds) == 3
+            assert not seeds & {-1, None}
+
+    asyncio.run(scenario())
+
+
+def test_stop_reason_names_what_the_request_stops_at_and_not_the_end_token(serve: Serve) -> None:
+    async def scenario() -> None:
+        async with serve() as server:
+            end, dot = server.ranks.tokenizer.eos_token_id, server.ranks.tokenizer.encode(".")[0]
+            server.ranks.script = [*server.ranks.tokenizer.encode("One. "), end]
+            for stop_token_ids, stop_reason, matched in (([dot], dot, dot), ([], None, end), ([end], end, end)):
+                body = {"max_tokens": 9, "stop_token_ids": stop_token_ids}
+                chat = CHAT | body
+                for path, request in (("/v1/chat/completions", chat), ("/v1/completions", {"prompt": "a"} | body)):
+                    [choice] = (await server.http.post(path, json=request)).json()["choices"]
+                    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop_reason)
+                own = {"max_new_tokens": 9, "stop_token_ids": stop_token_ids}
+                reply = (await server.http.post("/generate", json={"text": "a", "sampling_params": own})).json()
+                assert reply["meta_info"]["finish_reason"] == {"type": "stop", "matched": matched}
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("option", ["include_stop_str_in_output", "no_stop_trim"])
+def test_a_stop_token_is_part_of_the_text_on_request(serve: Serve, option: str) -> None:
+    async def scenario() -> None:
+        async with serve() as server:
+            server.ranks.script = server.ranks.tokenizer.encode("One. Two.")
+            body = {"prompt": "a", "max_tokens": 9, "stop_token_ids": server.ranks.tokenizer.encode("."), option: True}
+            [choice] = (await server.http.post("/v1/completions", json=body)).json()["choices"]
+            assert choice["text"] == "One."
+
+    asyncio.run(scenario())
+
+
 def test_seeds_are_returned_and_the_fingerprint_is_stable(serve: Serve) -> None:
     async def scenario() -> None:
         async with serve() as server:
