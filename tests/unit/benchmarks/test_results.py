@@ -30,8 +30,9 @@ def test_a_figure_that_is_measured_again_replaces_the_earlier_one(folder: Path) 
     assert (file.day, file.versions["vllm"]) == (date.today(), "1")
 
 
+@pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize("fields", [{"goal": 2.0}, {"goal": 0.5, "at_most": True}])
-def test_a_figure_that_misses_its_goal_is_bold(fields: dict[str, object], folder: Path) -> None:
+def test_a_figure_that_misses_its_goal_is_bold(fields: dict[str, object]) -> None:
     results.save("A", [result("one", 1.0, **fields), result("two", 4.0, column="d")])
     text = report.machine_sections(results.load())
     assert "**1.00**" in text
