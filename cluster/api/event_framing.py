@@ -14,7 +14,7 @@ class Framing(NamedTuple):
 
     encode: Callable[[Json], bytes]  # one chunk
     done: bytes  # after the last chunk of a complete reply
-    error: Callable[[ApiError], Json]  # the chunk that ends a failed reply
+    error: Callable[[ApiError], list[Json]]  # the chunks that end a failed reply
 
 
 def dumps(value: Any) -> bytes:
@@ -31,4 +31,4 @@ def named_event(chunk: Json) -> bytes:
     return f"event: {chunk['type']}\n".encode() + data_event(chunk)
 
 
-OPENAI_FRAMING = Framing(data_event, b"data: [DONE]\n\n", lambda error: error.body)
+OPENAI_FRAMING = Framing(data_event, b"data: [DONE]\n\n", lambda error: [error.body])

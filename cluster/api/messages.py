@@ -94,23 +94,21 @@ class AllowedToolChoice(Part):
     allowed_tools: AllowedTools
 
 
-def _tag_of(choice: object) -> str:
-    """Brackets keep a tag out of the locations of errors."""
+def tag_of_choice(choice: object) -> str:
+    """The tag of a `tool_choice`. Brackets keep it out of the locations of errors."""
     if isinstance(choice, str):
         return "[text]"
     return f"[{choice.get('type') if isinstance(choice, dict) else getattr(choice, 'type', None)}]"
 
 
-# Chooses the form of a `tool_choice`, here and in responses.
-BY_CHOICE = Discriminator(
-    _tag_of,
-    custom_error_type="unsupported_tool_choice",
-    custom_error_message="expected 'none', 'auto', 'required' or an object of type function or allowed_tools",
-)
 ChoiceName = Annotated[Literal["none", "auto", "required"], Tag("[text]")]
 ToolChoice = Annotated[
     ChoiceName | Annotated[ChosenTool, Tag("[function]")] | Annotated[AllowedToolChoice, Tag("[allowed_tools]")],
-    BY_CHOICE,
+    Discriminator(
+        tag_of_choice,
+        custom_error_type="unsupported_tool_choice",
+        custom_error_message="expected 'none', 'auto', 'required' or an object of type function or allowed_tools",
+    ),
 ]
 
 

@@ -83,11 +83,11 @@ async def events(request_stream: RequestStream, reply: Reply) -> AsyncIterator[b
         yield _encode(reply, reply.closing()) + reply.framing.done
     except SpecRayError as error:
         _fail_trace(error)
-        yield _encode(reply, [reply.framing.error(from_engine(error))])
+        yield _encode(reply, reply.framing.error(from_engine(error)))
     except Exception as error:
         _fail_trace(error)
         logger.exception("unexpected error in a stream")
-        yield _encode(reply, [reply.framing.error(ApiError(500, INTERNAL_MESSAGE))])
+        yield _encode(reply, reply.framing.error(ApiError(500, INTERNAL_MESSAGE)))
 
 
 async def _extended_choices(

@@ -1,26 +1,43 @@
 """Items of a response request's input, and their translation to messages of a chat."""
 
+import json
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag
 
 from cluster.api.messages import BY_SHAPE, MAX_PARTS, CallId, FunctionName, Part, Text, by_type
+from cluster.api.responses.tools import INPUT, chat_name
 
 Json = dict[str, Any]
 
 MAX_ITEMS = 4096
+LongText = Annotated[str, Field(max_length=1_000_000)]
 _DEFAULT_TYPE = "message"  # of an item that has only role and content
 
 
 class TextContent(Part):
-    """One part of a message's content. Only text is supported."""
-
     type: Literal["input_text", "output_text", "text"]
     text: str
 
 
-Parts = Annotated[list[TextContent], Field(max_length=MAX_PARTS, fail_fast=True), Tag("[list]")]
+class RefusalContent(Part):
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+Content = Annotated[
+    Annotated[TextContent, Tag("[input_text]")]
+    | Annotated[TextContent, Tag("[output_text]")]
+    | Annotated[TextContent, Tag("[text]")]
+    | Annotated[RefusalContent, Tag("[refusal]")],
+    by_type("expected a part of type input_text, output_text, text or refusal; images, files and audio are not read"),
+]
+Parts = Annotated[list[Content], Field(max_length=MAX_PARTS, fail_fast=True), Tag("[list]")]
 TextOrParts = Annotated[Text | Parts, BY_SHAPE]
 
 
@@ -45,28 +62,88 @@ class FunctionCallItem(Part):
     type: Literal["function_call"]
     call_id: CallId
     name: FunctionName
-    arguments: Annotated[str, Field(max_length=1_000_000)]
+    namespace: FunctionName | None = None
+    arguments: LongText
 
 
-class FunctionOutputItem(Part):
-    type: Literal["function_call_output"]
+class CustomCallItem(Part):
+    type: Literal["custom_tool_call"]
+    call_id: CallId
+    name: FunctionName
+    namespace: FunctionName | None = None
+    input: LongText
+
+    @property
+    def arguments(self) -> str:
+        return json.dumps({INPUT: self.input}, ensure_ascii=False)
+
+
+class ShellCallItem(Part):
+    """A command that an earlier model asked the client to run."""
+
+    type: Literal["local_shell_call"]
+    call_id: CallId
+    action: Json
+    name: Literal["local_shell"] = "local_shell"
+    namespace: None = None
+
+    @property
+    def arguments(self) -> str:
+        return json.dumps(self.action, ensure_ascii=False)
+
+
+class OutputItem(Part):
+    """What the client's tool returned."""
+
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: CallId
     output: TextOrParts
 
 
+class LocalShellOutputItem(Part):
+    type: Literal["local_shell_call_output"]
+    id: CallId  # of the call
+    output: Text
+
+    @property
+    def call_id(self) -> str:
+        return self.id
+
+
+class HostedItem(Part):
+    """What a tool did that OpenAI ran in an earlier answer. It is dropped."""
+
+    type: Literal["web_search_call", "file_search_call", "image_generation_call", "code_interpreter_call"]
+
+
+CallItem = FunctionCallItem | CustomCallItem | ShellCallItem
+ResultItem = OutputItem | LocalShellOutputItem
+AnyItem = MessageItem | ReasoningItem | CallItem | ResultItem | HostedItem
 Item = Annotated[
     Annotated[MessageItem, Tag("[message]")]
     | Annotated[ReasoningItem, Tag("[reasoning]")]
     | Annotated[FunctionCallItem, Tag("[function_call]")]
-    | Annotated[FunctionOutputItem, Tag("[function_call_output]")],
-    by_type("expected an item of type message, reasoning, function_call or function_call_output", _DEFAULT_TYPE),
+    | Annotated[CustomCallItem, Tag("[custom_tool_call]")]
+    | Annotated[ShellCallItem, Tag("[local_shell_call]")]
+    | Annotated[OutputItem, Tag("[function_call_output]")]
+    | Annotated[OutputItem, Tag("[custom_tool_call_output]")]
+    | Annotated[LocalShellOutputItem, Tag("[local_shell_call_output]")]
+    | Annotated[HostedItem, Tag("[web_search_call]")]
+    | Annotated[HostedItem, Tag("[file_search_call]")]
+    | Annotated[HostedItem, Tag("[image_generation_call]")]
+    | Annotated[HostedItem, Tag("[code_interpreter_call]")],
+    by_type(
+        "expected an item of type message, reasoning, function_call, custom_tool_call or local_shell_call, or the "
+        "output of one of these calls",
+        _DEFAULT_TYPE,
+    ),
 ]
-Items = Annotated[list[Item], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True), Tag("[list]")]
+Items = Annotated[list[Item], Field(max_length=MAX_ITEMS, fail_fast=True), Tag("[list]")]
 Input = Annotated[Text | Items, BY_SHAPE]
 
 
 def chat_messages(
-    items: Iterable[MessageItem | ReasoningItem | FunctionCallItem | FunctionOutputItem],
+    items: Iterable[AnyItem],
 ) -> Iterator[Json]:
     """The conversation as OpenAI's messages. Items that one answer consists of become one message of the assistant."""
     answer: Json = {}
@@ -74,8 +151,8 @@ def chat_messages(
         if isinstance(item, ReasoningItem):
             yield from _finished(answer)
             answer = {"reasoning_content": "\n".join(part.text for part in item.content or []) or None}
-        elif isinstance(item, FunctionCallItem):
-            function = {"name": item.name, "arguments": item.arguments}
+        elif isinstance(item, CallItem):
+            function = {"name": chat_name(item.name, item.namespace), "arguments": item.arguments}
             calls = [*answer.get("tool_calls", []), {"id": item.call_id, "type": "function", "function": function}]
             answer = answer | {"tool_calls": calls}
         elif isinstance(item, MessageItem) and item.role == "assistant":
@@ -83,7 +160,7 @@ def chat_messages(
                 yield from _finished(answer)
                 answer = {}
             answer = answer | {"content": _text(item.content)}
-        else:
+        elif not isinstance(item, HostedItem):
             yield from _finished(answer)
             answer = {}
             yield _other(item)
@@ -95,11 +172,11 @@ def _finished(answer: Json) -> Iterator[Json]:
         yield {"role": "assistant", **answer}
 
 
-def _other(item: MessageItem | FunctionOutputItem) -> Json:
-    if isinstance(item, FunctionOutputItem):
+def _other(item: MessageItem | ResultItem) -> Json:
+    if isinstance(item, ResultItem):
         return {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
     return {"role": item.role, "content": _text(item.content)}
 
 
-def _text(content: str | list[TextContent]) -> str:
+def _text(content: str | list[TextContent | RefusalContent]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)

@@ -1,66 +1,44 @@
 """The body of /v1/responses, and its translation to a chat request."""
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, Tag, model_validator
+from pydantic import Field, model_validator
 
-from cluster.api.messages import BY_CHOICE, MAX_TOOLS, ChoiceName, FunctionName, Part, check_number_of_parts
+from cluster.api.messages import Part, check_number_of_parts
 from cluster.api.protocol import Body, ChatRequest, ModelName, ReasoningEffort, RequestName, RequestOptions, Sampling
 from cluster.api.request_fields import GENERATION, REFUSED, Refusal, Refusals
-from cluster.api.responses.items import Input, chat_messages
-from specray.sampling_params import MaxTokens, NumLogprobs, Seed
+from cluster.api.responses.items import HostedItem, Input, chat_messages
+from cluster.api.responses.tools import FunctionChoice, ResponseTools, ToolSet
+from specray.errors import InvalidRequestError
+from specray.sampling_params import AllowedTokenIds, MaxTokens, MinTokens, NumLogprobs, Seed
 
 Json = dict[str, Any]
 
 LOGPROBS = "message.output_text.logprobs"
+# Apart from log probabilities, these are parts of what this server never makes. Encrypted reasoning is always null.
+Included = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+]
 
 # Fields that need what this server does not have.
 _STATELESS: Refusals = {
     "previous_response_id": Refusal((), "responses are not stored, so send the whole conversation in input"),
     "conversation": Refusal((), "conversations are not stored, so send the whole conversation in input"),
-    "store": Refusal((False,), "any replica may answer the next request, so responses are not stored; set store=false"),
     "background": Refusal((False,), "responses are not stored, so none can be fetched later; set background=false"),
     "prompt": Refusal((), "there are no stored prompts; send instructions and input"),
     "truncation": Refusal(("disabled",), "input is never dropped silently; shorten it and set truncation='disabled'"),
     "context_management": Refusal(([],), "input is never compacted; leave context_management out"),
     "moderation": Refusal((), "there is no moderation; leave it out"),
 }
-
-
-class FunctionTool(Part):
-    """A function of the client's. Tools that OpenAI runs, such as web search, have other types."""
-
-    type: Literal["function"]
-    name: FunctionName
-    description: Annotated[str, Field(max_length=65_536)] | None = None
-    parameters: Json | None = None
-    strict: bool | None = None
-
-    def for_chat(self) -> Json:
-        return {
-            "type": "function",
-            "function": self.model_dump(include={"name", "description", "parameters", "strict"}),
-        }
-
-
-class ChosenFunction(Part):
-    type: Literal["function"]
-    name: FunctionName
-
-
-class AllowedFunctions(Part):
-    """A `tool_choice` that lets the model see all functions and call some of them."""
-
-    type: Literal["allowed_tools"]
-    mode: Literal["auto", "required"]
-    tools: Annotated[list[ChosenFunction], Field(min_length=1, max_length=MAX_TOOLS)]
-
-
-FunctionChoice = Annotated[
-    ChoiceName | Annotated[ChosenFunction, Tag("[function]")] | Annotated[AllowedFunctions, Tag("[allowed_tools]")],
-    BY_CHOICE,
-]
 
 
 class Reasoning(Part):
@@ -80,7 +58,7 @@ class TextFormat(Part):
 
 class TextOptions(Part):
     format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None  # no chat template has it
 
 
 class InputTokensRequest(Sampling, RequestOptions):
@@ -91,7 +69,7 @@ class InputTokensRequest(Sampling, RequestOptions):
     model: ModelName | None = None
     input: Input
     instructions: str | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: ResponseTools | None = None
     tool_choice: FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
@@ -104,10 +82,22 @@ class InputTokensRequest(Sampling, RequestOptions):
             check_number_of_parts(value.get("input"), "input")
         return value
 
-    @property
-    def ignored_fields(self) -> list[str]:
-        summarizes = self.reasoning is not None and (self.reasoning.model_extra or {}).get("summary") is not None
-        return super().ignored_fields + (["reasoning.summary"] if summarizes else [])
+    @cached_property
+    def tool_set(self) -> ToolSet:
+        return ToolSet(self.tools or [])
+
+    def _ignored_parts(self) -> list[str]:
+        reasoning = (self.reasoning.model_extra if self.reasoning else None) or {}
+        has_verbosity = self.text is not None and self.text.verbosity not in (None, "medium")
+        items = [] if isinstance(self.input, str) else self.input
+        hosted = [f"input.{item.type}" for item in items if isinstance(item, HostedItem)]
+        return [
+            *(f"reasoning.{key}" for key, value in reasoning.items() if value is not None),
+            *(["text.verbosity"] if has_verbosity else []),
+            *(f"tools.{kind}" for kind in self.tool_set.hosted),
+            *(f"tools.{name}.format" for name in self.tool_set.with_grammars),
+            *dict.fromkeys(hosted),
+        ]
 
     def for_chat(self) -> ChatRequest:
         """The same request for chat completions. Raises ApiError."""
@@ -117,10 +107,13 @@ class InputTokensRequest(Sampling, RequestOptions):
         own = {name: getattr(self, name) for name in {**Sampling.model_fields, **RequestOptions.model_fields}}
         system = [{"role": "system", "content": self.instructions}] if self.instructions else []
         turns = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else chat_messages(self.input)
+        messages = [*system, *turns]
+        if not messages:
+            raise InvalidRequestError("input has no message; send one, or instructions", "input")
         return own | {
-            "tool_choice": _choice_for_chat(self.tool_choice),
-            "messages": [*system, *turns],
-            "tools": [tool.for_chat() for tool in self.tools or []] or None,
+            "tool_choice": self.tool_set.choice_for_chat(self.tool_choice),
+            "messages": messages,
+            "tools": self.tool_set.for_chat() or None,
             "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
             "response_format": self.text.format.for_chat() if self.text and self.text.format else None,
@@ -142,15 +135,12 @@ class ResponsesRequest(InputTokensRequest):
     seed: Seed | None = None
     rid: RequestName | None = None
     max_output_tokens: MaxTokens | None = None
+    min_tokens: MinTokens | None = None
+    include_stop_str_in_output: bool | None = None
+    allowed_token_ids: AllowedTokenIds | None = None
+    store: bool | None = None
     top_logprobs: NumLogprobs | None = None
-    # Encrypted reasoning is accepted, because clients without a store ask for it; it is always null.
-    include: (
-        Annotated[
-            list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]],
-            Field(max_length=16, fail_fast=True),
-        ]
-        | None
-    ) = None
+    include: Annotated[list[Included], Field(max_length=16, fail_fast=True)] | None = None
     metadata: dict[str, str] | None = None
     stream_options: Body | None = None
 
@@ -163,19 +153,9 @@ class ResponsesRequest(InputTokensRequest):
             "seed": self.seed,
             "rid": self.rid,
             "max_completion_tokens": self.max_output_tokens,
+            "min_tokens": self.min_tokens,
+            "include_stop_str_in_output": self.include_stop_str_in_output,
+            "allowed_token_ids": self.allowed_token_ids,
             "logprobs": self.wants_logprobs,
             "top_logprobs": self.top_logprobs if self.wants_logprobs else None,
         }
-
-
-def _choice_for_chat(choice: str | ChosenFunction | AllowedFunctions | None) -> object:
-    if isinstance(choice, ChosenFunction):
-        return _named(choice)
-    if isinstance(choice, AllowedFunctions):
-        tools = [_named(tool) for tool in choice.tools]
-        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": tools}}
-    return choice
-
-
-def _named(choice: ChosenFunction) -> Json:
-    return {"type": "function", "function": {"name": choice.name}}

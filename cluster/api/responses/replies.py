@@ -17,6 +17,7 @@ from specray.sampling_params import SamplingParams
 Json = dict[str, Any]
 
 _STATUS = {FinishReason.LENGTH: "incomplete", FinishReason.ABORT: "cancelled"}  # of others: completed
+_FAILURES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}  # status -> code; of others: server_error
 
 
 class ResponsesReply:
@@ -43,7 +44,7 @@ class ResponsesReply:
 
     @property
     def framing(self) -> Framing:
-        return Framing(named_event, b"", self._error)
+        return Framing(named_event, b"", self._failure)
 
     @property
     def choices(self) -> Sequence[Completion]:
@@ -76,7 +77,7 @@ class ResponsesReply:
         return self._response(self._status, items.items)
 
     def _new_items(self) -> OutputItems:
-        return OutputItems(self._id, self._body.wants_logprobs)
+        return OutputItems(self._id, self._body.wants_logprobs, self._body.tool_set.by_chat_name)
 
     def _numbered(self, events: Iterable[Json]) -> list[Json]:
         numbered = []
@@ -85,9 +86,15 @@ class ResponsesReply:
             self._num_events += 1
         return numbered
 
-    def _error(self, error: ApiError) -> Json:
-        fields = {"code": error.code, "message": str(error), "param": error.param}
-        return self._numbered([{"type": "error", **fields}])[0]
+    def _failure(self, error: ApiError) -> list[Json]:
+        """OpenAI's two events of a failed stream, of which clients read either."""
+        fields = {"code": error.code, "message": str(error)}
+        failed = self._response("failed", self._items.items) | {
+            "error": fields | {"code": _FAILURES.get(error.status, "server_error")}
+        }
+        return self._numbered(
+            [{"type": "error", **fields, "param": error.param}, {"type": "response.failed", "response": failed}]
+        )
 
     @property
     def _status(self) -> str:
@@ -132,7 +139,7 @@ class ResponsesReply:
             "top_logprobs": body.top_logprobs or 0,
             "top_p": self._params.top_p,
             "truncation": "disabled",
-            "usage": None if status == "in_progress" else _usage(self._choices),
+            "usage": None if status in ("in_progress", "failed") else _usage(self._choices),
             "user": None,
             "seed": self._metadata.seed,
             "system_fingerprint": self._metadata.fingerprint,

@@ -27,6 +27,9 @@ SUB: Json = {"name": "sub", "parameters": {"type": "object"}}
 TOOL = {"type": "function", "function": FUNCTION}
 TOOLS = [TOOL, {"type": "function", "function": SUB}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+CUSTOM_CALL = '<tool_call>\n{"name": "patch", "arguments": {"input": "+ a\\n"}}\n</tool_call>'
+NAMESPACE_CALL = CALL.replace("add", "sum__add")
+CUSTOM_TOOL: Json = {"type": "custom", "name": "patch", "description": "Change a file."}
 OTHER_CALL = '<tool_call>\n{"name": "sub", "arguments": {}}\n</tool_call>'
 CALLED = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "3"}
@@ -517,6 +520,90 @@ SCENARIOS: dict[str, Scenario] = {
             ],
         },
         reaches=lambda seen: seen.prompt.endswith(f"<|assistant|>{CALL}<|user|><tool_response>\n3\n</tool_response>"),
+    ),
+    "response-custom-tool": response(
+        {"tools": [CUSTOM_TOOL], "max_output_tokens": len(CUSTOM_CALL)},
+        lambda r: (r.output[0].type, r.output[0].name, r.output[0].input) == ("custom_tool_call", "patch", "+ a\n"),
+        None,
+        CUSTOM_CALL,
+    ),
+    "response-custom-call-cut": response(
+        {"tools": [CUSTOM_TOOL], "max_output_tokens": len(CUSTOM_CALL) - 24},
+        lambda r: (r.output[0].type, r.status) == ("custom_tool_call", "incomplete"),
+        None,
+        CUSTOM_CALL,
+    ),
+    "response-namespace": response(
+        {"tools": [{"type": "namespace", "name": "sum", "description": "d", "tools": [FUNCTION_TOOL]}]}
+        | {"max_output_tokens": len(NAMESPACE_CALL)},
+        lambda r: (r.output[0].type, r.output[0].namespace, r.output[0].name) == ("function_call", "sum", "add"),
+        lambda seen: '"name": "sum__add"' in seen.prompt,
+        NAMESPACE_CALL,
+    ),
+    "response-hosted-tool": response(
+        {"tools": [FUNCTION_TOOL, {"type": "web_search"}]},
+        lambda r: r.output_text == TEXT[:12],
+        lambda seen: "web_search" not in seen.prompt and '"name": "add"' in seen.prompt,
+    ),
+    "response-custom-call-in-history": response(
+        {
+            "tools": [CUSTOM_TOOL],
+            "input": [
+                USER,
+                {"type": "custom_tool_call", "call_id": "call_1", "name": "patch", "input": "+ a"},
+                {"type": "custom_tool_call_output", "call_id": "call_1", "output": "done"},
+            ],
+        },
+        reaches=lambda seen: (
+            '{"name": "patch", "arguments": {"input": "+ a"}}' in seen.prompt and "done" in seen.prompt
+        ),
+    ),
+    "response-shell-call-in-history": response(
+        {
+            "input": [
+                USER,
+                {
+                    "type": "local_shell_call",
+                    "id": "lsh_1",
+                    "call_id": "call_1",
+                    "status": "completed",
+                    "action": {"type": "exec", "command": ["ls"], "env": {}},
+                },
+                {"type": "local_shell_call_output", "id": "call_1", "output": "a.txt"},
+            ]
+        },
+        reaches=lambda seen: '"name": "local_shell"' in seen.prompt and "a.txt" in seen.prompt,
+    ),
+    "response-hosted-call-in-history": response(
+        {
+            "input": [
+                USER,
+                {
+                    "type": "web_search_call",
+                    "id": "ws_1",
+                    "status": "completed",
+                    "action": {"type": "search", "query": "x"},
+                },
+                {"role": "assistant", "content": "Yes"},
+                USER,
+            ]
+        },
+        reaches=prompts("<|user|>Hi<|assistant|>Yes<|user|>Hi"),
+    ),
+    "response-refusal-in-history": response(
+        {"input": [USER, {"role": "assistant", "content": [{"type": "refusal", "refusal": "No"}]}, USER]},
+        reaches=prompts("<|user|>Hi<|assistant|>No<|user|>Hi"),
+    ),
+    "response-no-input": response({"input": [], "instructions": "x"}, reaches=prompts("<|system|>x")),
+    "response-verbosity": response({"text": {"verbosity": "low"}}, lambda r: r.text.verbosity == "low"),
+    "response-store": response({"store": True}, lambda r: r.store is False),
+    "response-included": response({"include": ["file_search_call.results"]}, lambda r: r.output_text == TEXT[:12]),
+    "response-min-tokens": response({"extra_body": {"min_tokens": 3}}, reaches=samples(min_tokens=3)),
+    "response-stop-string": response(
+        {"extra_body": {"stop": "q", "include_stop_str_in_output": True}}, lambda r: r.output_text == "The q"
+    ),
+    "response-allowed-tokens": response(
+        {"extra_body": {"allowed_token_ids": [65, 66]}}, reaches=lambda seen: seen.row.sampling.allowed_token_ids
     ),
     "response-effort": response({"reasoning": {"effort": "low"}}, lambda r: r.reasoning.effort == "low"),
     "response-text-format": response(

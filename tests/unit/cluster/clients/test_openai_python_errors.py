@@ -20,6 +20,12 @@ from tests.unit.cluster.clients.sdk import KINDS, Ask, Clients, Json, Scripted, 
 from tests.unit.cluster.clients.test_openai_python import CALL, CHAT, RESPONSE, TEXTS, TOOL, TOOLS, USER
 from tests.unit.cluster.conftest import TEXT, Server, make_serve
 
+GRAMMAR_TOOL: Json = {
+    "type": "custom",
+    "name": "patch",
+    "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "a"'},
+}
+
 KEY = "k" * 32
 MAX_BODY = 4096
 LONG_TOKENS = 150  # half a second at three tokens a step
@@ -58,7 +64,7 @@ BAD_REQUESTS: dict[str, tuple[Json, str | None, str]] = {
     "model-type": (CHAT | {"model": 3}, "model", "valid string"),
     "temperature": (CHAT | {"temperature": -1}, "temperature", "temperature=-1"),
     "temperature-text": (CHAT | {"temperature": "hot"}, "temperature", "'hot'"),
-    "top-p": (CHAT | {"top_p": 0}, "top_p", "greater than 0"),
+    "top-p": (CHAT | {"top_p": -1}, "top_p", "greater than or equal to 0"),
     "top-p-above": (CHAT | {"top_p": 1.5}, "top_p", "less than or equal to 1"),
     "n": (CHAT | {"n": 129}, "n", "128"),
     "n-zero": (CHAT | {"n": 0}, "n", "greater than or equal to 1"),
@@ -114,7 +120,7 @@ BAD_REQUESTS: dict[str, tuple[Json, str | None, str]] = {
     "hosted-tool-choice": (
         RESPONSE | {"tool_choice": {"type": "web_search"}},
         "tool_choice",
-        "an object of type function or allowed_tools",
+        "tools that OpenAI runs cannot be chosen",
     ),
     "unknown-tool": (
         CHAT | {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}},
@@ -146,16 +152,42 @@ BAD_REQUESTS: dict[str, tuple[Json, str | None, str]] = {
     "unknown-id": (TEXTS | {"prompt": [300]}, None, "300"),
     "many-choices": (TEXTS | {"prompt": ["a"] * 3, "n": 100}, "n", "300 choices"),
     "stored": (RESPONSE | {"previous_response_id": "resp_1"}, "previous_response_id", "not stored"),
-    "store": (RESPONSE | {"store": True}, "store", "set store=false"),
     "background": (RESPONSE | {"background": True}, "background", "set background=false"),
     "truncation": (RESPONSE | {"truncation": "auto"}, "truncation", "disabled"),
-    "hosted-tool": (RESPONSE | {"tools": [{"type": "web_search"}]}, "tools.0.type", "web_search"),
+    "hosted-tool": (
+        RESPONSE | {"tools": [{"type": "web_search"}]},
+        "tools",
+        "only tools that OpenAI runs (web_search)",
+    ),
+    "unknown-response-tool": (
+        RESPONSE | {"tools": [{"type": "x"}]},
+        "tools.0.type",
+        "expected a tool of type function, custom",
+    ),
+    "image-input": (
+        RESPONSE | {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+        "input.0.content.0.type",
+        "images, files and audio are not read",
+    ),
+    "no-input": (RESPONSE | {"input": []}, "input", "send one, or instructions"),
+    "grammar-of-a-demanded-call": (
+        RESPONSE | {"tools": [GRAMMAR_TOOL], "tool_choice": "required"},
+        "tool_choice",
+        "grammar of the custom tool 'patch' cannot be enforced",
+    ),
+    "hosted-tools-allowed": (
+        RESPONSE
+        | {"tools": [GRAMMAR_TOOL]}
+        | {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "web_search"}]}},
+        "tool_choice",
+        "allow a function",
+    ),
     "reference": (
         RESPONSE | {"input": [{"type": "item_reference", "id": "x"}]},
         "input.0.type",
         "expected an item of type",
     ),
-    "include": (RESPONSE | {"include": ["file_search_call.results"]}, "include.0", "file_search_call.results"),
+    "include": (RESPONSE | {"include": ["everything"]}, "include.0", "everything"),
     "conversation": (RESPONSE | {"conversation": "conv_1"}, "conversation", "not stored"),
 }
 
@@ -273,7 +305,9 @@ def test_a_stream_with_a_time_limit_ends_with_an_error(busy: Scripted, endpoint:
         arguments = body | {limit: 400, "stream": True, "extra_body": {"timeout": 0.15}}
         if endpoint == "responses":
             events = ask(f"{endpoint}.create", **arguments)
-            assert (events[-1].type, events[-1].code) == ("error", "timeout")
+            assert (events[-2].type, events[-2].code) == ("error", "timeout")
+            assert (events[-1].type, events[-1].response.error.code) == ("response.failed", "server_error")
+            assert "0.15" in events[-1].response.error.message
             assert events[-1].sequence_number == len(events) - 1
             continue
         with pytest.raises(openai.APIError, match=r"0\.15") as caught:
@@ -326,7 +360,9 @@ def test_a_server_that_is_gone_is_a_connection_error(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_failed_stream_of_a_response_ends_with_an_error_event(tokenizer: PreTrainedTokenizerFast, kind: str) -> None:
+def test_a_failed_stream_of_a_response_ends_with_both_events_of_a_failure(
+    tokenizer: PreTrainedTokenizerFast, kind: str
+) -> None:
     with server_of(tokenizer, step_s=0.01, server={"failover_s": 0.0}) as failing:
         with ThreadPoolExecutor(1) as pool:
             arguments = RESPONSE | {"max_output_tokens": 400, "stream": True}
@@ -334,7 +370,8 @@ def test_a_failed_stream_of_a_response_ends_with_an_error_event(tokenizer: PreTr
             wait_for(lambda: failing.server.ranks.num_steps > 3)
             failing.server.ranks.broken = "gone"
             events = asking.result()
-        assert events[-1].type == "error"
+        assert [event.type for event in events[-2:]] == ["error", "response.failed"]
+        assert (events[-1].response.status, events[-1].response.usage) == ("failed", None)
         assert events[-1].sequence_number == len(events) - 1
 
 
