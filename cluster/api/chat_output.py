@@ -31,6 +31,7 @@ class ChatOutput(NamedTuple):
     is_call_forced: bool = False  # by a grammar
     is_call_named: bool = False  # by the request, in which case a call does not end the output
     separates_reasoning: bool = True  # False: it stays content
+    shows_reasoning: bool = True
 
     def parser(self) -> MessageParser:
         """A parser of one choice."""
@@ -39,6 +40,7 @@ class ChatOutput(NamedTuple):
             self.reasoning.parser(self.prompt_end, keeps_marks) if self.reasoning else None,
             self.calls.parser(self.names, self.max_calls, self.is_call_forced) if self.calls else None,
             self.separates_reasoning,
+            self.shows_reasoning,
         )
 
 
@@ -56,6 +58,7 @@ def chat_output(
         demands_call(body.tool_choice),
         isinstance(body.tool_choice, ChosenTool),
         body.separate_reasoning is not False,
+        body.include_reasoning is not False,
     )
 
 

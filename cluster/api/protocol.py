@@ -277,6 +277,7 @@ class ChatRequest(OpenAIRequest):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     separate_reasoning: bool | None = None  # SGLang's; false leaves the reasoning in the content
+    include_reasoning: bool | None = None  # vLLM's; false leaves the reasoning out of the reply
     reasoning_effort: ReasoningEffort | None = None
     chat_template_kwargs: TemplateVariables | None = None
 

@@ -48,6 +48,7 @@ class MessageParser(NamedTuple):
     reasoning: Parser | None = None
     calls: Parser | None = None
     separates_reasoning: bool = True  # False: it is content, in which no calls are looked for
+    shows_reasoning: bool = True
 
     def feed(self, text: str) -> list[Event]:
         if self.reasoning is not None:
@@ -66,7 +67,8 @@ class MessageParser(NamedTuple):
         for event in events:
             if self.calls is not None and isinstance(event, Content):
                 yield from self.calls.feed(event.text)
-            elif isinstance(event, Reasoning) and not self.separates_reasoning:
-                yield Content(event.text)
+            elif isinstance(event, Reasoning):
+                if self.shows_reasoning:
+                    yield event if self.separates_reasoning else Content(event.text)
             else:
                 yield event

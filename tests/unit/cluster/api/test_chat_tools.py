@@ -195,6 +195,7 @@ def test_a_template_with_an_unknown_format_needs_the_option(serve: Serve, tokeni
     [
         ({}, "Two and two.", "Four."),
         ({"extra_body": {"separate_reasoning": False}}, None, "Two and two.</think>\n\nFour."),
+        ({"extra_body": {"include_reasoning": False}}, None, "Four."),
     ],
 )
 def test_reasoning_is_apart_from_the_content(
