@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from cluster.api.chat_output import ChatOutput, is_cut
 from cluster.api.model_output.events import CallStart, Content, Event, ParsedMessage, Reasoning, collect
+from cluster.api.protocol import ReplyOptions
 from cluster.api.replies import Json, OpenAIReply, ReplyMetadata, finite
 from cluster.api.tokenization import TokenTexts
 from specray.outputs import Completion, RequestOutput, TokenLogprob
@@ -19,26 +20,36 @@ class ChatReply(OpenAIReply):
     def __init__(
         self,
         metadata: ReplyMetadata,
+        prompt: list[int],
         params: SamplingParams,
         tokens: TokenTexts,
-        include_usage: bool,
+        options: ReplyOptions,
         output_format: ChatOutput,
     ) -> None:
-        super().__init__(metadata, 1, params, tokens, include_usage)
+        super().__init__(metadata, [prompt], params, tokens, options)
         self._format = output_format
         self._parsers = [output_format.parser() for _ in self.choices]
         self._num_calls = [0] * len(self.choices)  # that were begun
 
     def opening(self) -> list[Json]:
         delta = {"role": "assistant", "content": ""}
-        return [self._chunk(c, {"delta": delta, "logprobs": None, "finish_reason": None}) for c in self.choices]
+        chunks = [self._chunk(c, {"delta": delta, "logprobs": None, "finish_reason": None}) for c in self.choices]
+        chunks[0] |= self._of_prompt()
+        return chunks
+
+    def whole(self) -> Json:
+        scores = {"prompt_logprobs": self._prompt_logprobs(self.choices[0])} if self._options.prompt_logprobs else {}
+        return super().whole() | self._of_prompt() | scores
+
+    def _of_prompt(self) -> Json:
+        return {"prompt_token_ids": self._prompts[0]} if self._options.token_ids else {}
 
     def _deltas(self, choice: Completion, output: RequestOutput) -> list[Json]:
         parser = self._parsers[choice.index]
         events = parser.feed(output.text) + (parser.end(is_cut(choice)) if choice.finish_reason is not None else [])
         self._num_calls[choice.index] += sum(isinstance(event, CallStart) for event in events)
         deltas = [message_delta(event) for event in events]
-        if (output.logprobs or output.trace) and not deltas:
+        if self._shows(output) and not deltas:
             deltas = [{"content": ""}]
         chunks: list[Json] = [{"delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas]
         if chunks:

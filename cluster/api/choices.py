@@ -9,6 +9,21 @@ from specray.sampling_params import SamplingParams, choice_seed, fresh_seed
 from specray.step import DraftLimit
 
 
+class Truncation(NamedTuple):
+    """Which tokens of a prompt are used: the last `limit` ones, or the first ones."""
+
+    limit: int | None
+    keeps_start: bool = False
+
+    def of(self, token_ids: list[int]) -> list[int]:
+        if self.limit is None:
+            return token_ids
+        return token_ids[: self.limit] if self.keeps_start else token_ids[-self.limit :]
+
+
+WHOLE = Truncation(None)
+
+
 class PreparedPrompt(NamedTuple):
     """One prompt, tokenized, with the options of its `params.n` choices. `params.seed` is set."""
 
@@ -61,8 +76,3 @@ def seeded(params: SamplingParams) -> SamplingParams:
 def tenant_scoped(tenant: str, text: str) -> str:
     """`text` in the tenant's namespace. A tenant's name has no newline, so texts of two tenants never collide."""
     return f"{tenant}\n{text}"
-
-
-def last_tokens(prompts: Sequence[list[int]], limit: int | None) -> list[list[int]]:
-    """The last `limit` tokens of each prompt; all of them without a limit."""
-    return [prompt if limit is None else prompt[-limit:] for prompt in prompts]

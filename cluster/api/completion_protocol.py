@@ -1,12 +1,12 @@
 """The body of /v1/completions."""
 
 from collections.abc import Mapping
-from typing import ClassVar, Self
+from typing import Annotated, ClassVar, Self
 
 from pydantic import model_validator
 
 from cluster.api.prompts import PromptField, check_choices
-from cluster.api.protocol import OpenAIRequest
+from cluster.api.protocol import FROM_TEXT, OpenAIRequest
 from specray.errors import InvalidRequestError
 from specray.sampling_params import NumChoices, NumLogprobs, SamplingParams
 
@@ -26,7 +26,7 @@ class CompletionRequest(OpenAIRequest):
     }
 
     prompt: PromptField
-    logprobs: NumLogprobs | None = None
+    logprobs: Annotated[NumLogprobs | None, FROM_TEXT] = None
     echo: bool | None = None
     best_of: NumChoices | None = None
     add_special_tokens: bool | None = None
@@ -66,5 +66,5 @@ class CompletionRequest(OpenAIRequest):
         max_tokens = COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens
         ranks = self.num_generated > self.num_choices
         logprobs = 0 if self.logprobs is None and ranks else self.logprobs
-        prompt_logprobs = self.logprobs if self.echo else None
+        prompt_logprobs = self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
         return self._sampling(max_tokens, logprobs, n=self.num_generated, prompt_logprobs=prompt_logprobs)

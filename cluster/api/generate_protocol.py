@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Self, TypeVar
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
 from cluster.api.prompts import MAX_PROMPTS, PromptField, PromptSet, check_choices
-from cluster.api.protocol import GrammarFields, ModelName, RequestName, RequestOptions, Sampling
+from cluster.api.protocol import FROM_TEXT, GrammarFields, ModelName, RequestName, RequestOptions, Sampling
 from cluster.api.request_fields import GENERATION, HARMLESS, REFUSED
 from specray.errors import InvalidRequestError
 from specray.sampling_params import MaxTokens, MinTokens, NumLogprobs, SamplingParams, Seed
@@ -28,9 +28,9 @@ class GenerateSampling(Sampling, GrammarFields):
 
     model_config = ConfigDict(extra="ignore")
 
-    sampling_seed: Seed | None = None
-    max_new_tokens: MaxTokens | None = None
-    min_new_tokens: MinTokens | None = None
+    sampling_seed: Annotated[Seed | None, FROM_TEXT] = None
+    max_new_tokens: Annotated[MaxTokens | None, FROM_TEXT] = None
+    min_new_tokens: Annotated[MinTokens | None, FROM_TEXT] = None
     no_stop_trim: bool | None = None
 
     @model_validator(mode="before")

@@ -7,7 +7,7 @@ Every field has bounds; those of sampling options come from `specray.sampling_pa
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticKnownError
@@ -52,6 +52,8 @@ MAX_MESSAGES = 4096
 MAX_TEMPLATE_VARIABLES = 16
 MAX_NAMED_FIELDS = 20
 MAX_FIELD_NAME = 64
+MAX_NUMBER_LENGTH = 32  # characters
+WHOLE_CONTEXT = -1  # truncate_prompt_tokens: what the context holds beside the output
 
 
 class Body(BaseModel):
@@ -112,27 +114,40 @@ def _integer(key: object) -> object:
     return int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 20 else key
 
 
+def _number(value: object) -> object:
+    """A number that is sent as text, which vLLM and SGLang convert too. Other text is left for the schema to refuse."""
+    if not isinstance(value, str) or len(value) > MAX_NUMBER_LENGTH:
+        return value
+    for convert in (int, float):
+        try:
+            return convert(value)
+        except ValueError:
+            continue
+    return value
+
+
+FROM_TEXT = BeforeValidator(_number)
 Stop = Annotated[StopStrings, BeforeValidator(_listed, json_schema_input_type=StopString | StopStrings)]
 BiasByToken = Annotated[LogitBias, BeforeValidator(_integer_keys), at_most(MAX_BIASED_TOKENS)]
 ModelName = Annotated[str, Field(min_length=1, max_length=256)]
 CacheSalt = Annotated[str, Field(max_length=256)]
 Timeout = Annotated[float, Field(gt=0.0, le=86_400.0, allow_inf_nan=False)]
 RequestName = Annotated[str, Field(min_length=1, max_length=256)]  # by which /abort_request finds a request
-PromptLimit = Annotated[int, Field(ge=1, le=10_000_000)]
+PromptLimit = Annotated[int, Field(ge=WHOLE_CONTEXT, le=10_000_000)]
 
 
 class Sampling(Body):
     """Options with the same name in every dialect. Null means absent, as in OpenAI's schema."""
 
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: TopK | None = None
-    min_p: MinP | None = None
-    presence_penalty: AdditivePenalty | None = None
-    frequency_penalty: AdditivePenalty | None = None
-    repetition_penalty: RepetitionPenalty | None = None
+    temperature: Annotated[Temperature | None, FROM_TEXT] = None
+    top_p: Annotated[TopP | None, FROM_TEXT] = None
+    top_k: Annotated[TopK | None, FROM_TEXT] = None
+    min_p: Annotated[MinP | None, FROM_TEXT] = None
+    presence_penalty: Annotated[AdditivePenalty | None, FROM_TEXT] = None
+    frequency_penalty: Annotated[AdditivePenalty | None, FROM_TEXT] = None
+    repetition_penalty: Annotated[RepetitionPenalty | None, FROM_TEXT] = None
     logit_bias: BiasByToken | None = None
-    n: NumChoices | None = None
+    n: Annotated[NumChoices | None, FROM_TEXT] = None
     stop: Stop | None = None
     stop_token_ids: StopTokenIds | None = None
     ignore_eos: bool | None = None
@@ -170,6 +185,7 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "
 
 class StreamOptions(Body):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: each chunk has the usage so far
 
 
 class Speculation(Body):
@@ -199,6 +215,15 @@ class RequestOptions(Body):
         return bool(self.speculative and self.speculative.trace)
 
 
+class ReplyOptions(NamedTuple):
+    """What a request wants to see beside the text."""
+
+    usage: bool = False  # at the end of a stream
+    continuous_usage: bool = False  # in every chunk
+    token_ids: bool = False  # of the prompt and the output
+    prompt_logprobs: bool = False
+
+
 class Prediction(Body):
     """Output that the client expects. It only suggests drafts: the output is the same without it."""
 
@@ -219,13 +244,17 @@ class OpenAIRequest(Sampling, GrammarFields, RequestOptions):
     guided_grammar: Any = None
     model: ModelName | None = None
     stream_options: StreamOptions | None = None
-    seed: Seed | None = None
-    max_tokens: MaxTokens | None = None
-    min_tokens: MinTokens | None = None
+    seed: Annotated[Seed | None, FROM_TEXT] = None
+    max_tokens: Annotated[MaxTokens | None, FROM_TEXT] = None
+    min_tokens: Annotated[MinTokens | None, FROM_TEXT] = None
     include_stop_str_in_output: bool | None = None
     no_stop_trim: bool | None = None  # SGLang's name of the same
     allowed_token_ids: AllowedTokenIds | None = None
-    truncate_prompt_tokens: PromptLimit | None = None  # only the prompt's last tokens are kept
+    truncate_prompt_tokens: PromptLimit | None = None
+    truncation_side: Literal["left", "right"] | None = None  # which end of the prompt is dropped; left without it
+    prompt_logprobs: NumLogprobs | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     prediction: Prediction | None = None
     rid: RequestName | None = None
 
@@ -237,9 +266,33 @@ class OpenAIRequest(Sampling, GrammarFields, RequestOptions):
             )
         return self
 
+    @model_validator(mode="after")
+    def _prompt_logprobs_are_not_streamed(self) -> Self:
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequestError(
+                f"prompt_logprobs={self.prompt_logprobs} cannot be streamed; set stream=false", "prompt_logprobs"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _limit_is_not_zero(self) -> Self:
+        if self.truncate_prompt_tokens == 0:
+            raise InvalidRequestError(
+                "truncate_prompt_tokens=0 leaves no prompt; send at least 1, or -1 for all that fits",
+                "truncate_prompt_tokens",
+            )
+        return self
+
     @property
-    def include_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
+    def reply_options(self) -> ReplyOptions:
+        stream = self.stream_options or StreamOptions()
+        continuous = bool(stream.continuous_usage_stats)
+        return ReplyOptions(
+            continuous or bool(stream.include_usage),
+            continuous,
+            bool(self.return_token_ids),
+            self.prompt_logprobs is not None,
+        )
 
     def _sampling(self, max_tokens: int | None, logprobs: int | None, **own: object) -> SamplingParams:
         return self._params(
@@ -250,7 +303,7 @@ class OpenAIRequest(Sampling, GrammarFields, RequestOptions):
             allowed_token_ids=self.allowed_token_ids,
             logprobs=logprobs,
             grammar=self.grammar,
-            **own,
+            **({"prompt_logprobs": self.prompt_logprobs} | own),
         )
 
 
@@ -268,11 +321,11 @@ class ChatRequest(OpenAIRequest):
     }
 
     messages: Messages
-    max_completion_tokens: MaxTokens | None = None
+    max_completion_tokens: Annotated[MaxTokens | None, FROM_TEXT] = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None  # the output continues the last message, an assistant's
     logprobs: bool | None = None
-    top_logprobs: NumLogprobs | None = None
+    top_logprobs: Annotated[NumLogprobs | None, FROM_TEXT] = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -332,7 +385,7 @@ class ChatRequest(OpenAIRequest):
 
     @model_validator(mode="after")
     def _top_logprobs_need_logprobs(self) -> Self:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise InvalidRequestError(
                 f"top_logprobs={self.top_logprobs} requires logprobs=true; set logprobs=true or leave top_logprobs out",
                 "top_logprobs",

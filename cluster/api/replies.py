@@ -13,10 +13,12 @@ from typing import Any, Protocol
 from cluster.api.choices import seed_of
 from cluster.api.draft_trace import trace_fields
 from cluster.api.event_framing import OPENAI_FRAMING, Framing
+from cluster.api.protocol import ReplyOptions
 from cluster.api.tokenization import TokenTexts
 from specray.outputs import (
     Completion,
     RequestOutput,
+    TokenLogprob,
     acceptance_per_depth,
     add_histograms,
 )
@@ -102,20 +104,29 @@ class OpenAIReply:
     chunk_kind: str
 
     def __init__(
-        self, metadata: ReplyMetadata, num_prompts: int, params: SamplingParams, tokens: TokenTexts, include_usage: bool
+        self,
+        metadata: ReplyMetadata,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        tokens: TokenTexts,
+        options: ReplyOptions,
     ) -> None:
-        self.choices = empty_choices([params] * num_prompts)
+        """`prompts` are the token ids of each."""
+        self.choices = empty_choices([params] * len(prompts))
+        self._prompts = prompts
         self._metadata = metadata
         self._n = params.n
         self._stop_token_ids = params.stop_token_ids
         self._tokens = tokens
-        self._include_usage = include_usage
+        self._options = options
 
     def opening(self) -> list[Json]:
         return []
 
     def chunks(self, choice: Completion, output: RequestOutput) -> list[Json]:
         deltas = self._deltas(choice, output)
+        if self._options.token_ids and output.token_ids:
+            deltas[0] |= self._token_ids(choice, output.token_ids)
         if output.trace is not None:
             deltas[0] |= trace_fields(output.trace, self._tokens)
         chunks = [self._chunk(choice, delta) for delta in deltas]
@@ -124,17 +135,48 @@ class OpenAIReply:
         return chunks
 
     def closing(self) -> list[Json]:
-        if not self._include_usage:
+        if not self._options.usage:
             return []
         return [self._metadata.fields(self.chunk_kind) | {"choices": [], "usage": self._usage()}]
 
     def whole(self) -> Json:
-        choices = [self._whole_choice(choice) | self._ending(choice) for choice in self.choices]
+        choices = [self._whole_choice(choice) | self._ending(choice) | self._extras(choice) for choice in self.choices]
         return self._metadata.fields(self.kind) | {"choices": choices, "usage": self._usage()}
+
+    def _extras(self, choice: Completion) -> Json:
+        """What the request's options add to a whole choice."""
+        return self._token_ids(choice, choice.token_ids) if self._options.token_ids else {}
+
+    def _token_ids(self, _: Completion, token_ids: list[int]) -> Json:
+        return {"token_ids": token_ids}
+
+    def _prompt_of(self, choice: Completion) -> list[int]:
+        return self._prompts[choice.index // self._n]
+
+    def _shows(self, output: RequestOutput) -> bool:
+        """Whether an output needs a chunk even if it has no text."""
+        return bool(output.logprobs or output.trace or (self._options.token_ids and output.token_ids))
+
+    def _prompt_logprobs(self, choice: Completion) -> list[Json | None]:
+        """vLLM's form: by position, the token and the likeliest ones. `rank` is null below those."""
+        scored = [None, *(self._ranked(entry) for entry in choice.prompt_logprobs or [])]
+        return scored[: len(self._prompt_of(choice))]
+
+    def _ranked(self, entry: TokenLogprob) -> Json:
+        ranks = {token_id: rank for rank, (token_id, _) in enumerate(entry.top, 1)}
+        pairs = dict(entry.top) | {entry.token_id: entry.logprob}
+        return {
+            str(token_id): {
+                "logprob": finite(logprob),
+                "rank": ranks.get(token_id),
+                "decoded_token": self._tokens(token_id).text,
+            }
+            for token_id, logprob in pairs.items()
+        }
 
     def _chunk(self, choice: Completion, fields: Json) -> Json:
         fields = {"index": choice.index, **fields}
-        usage = {"usage": None} if self._include_usage else {}
+        usage = {"usage": self._usage() if self._options.continuous_usage else None} if self._options.usage else {}
         return self._metadata.fields(self.chunk_kind) | {"choices": [fields], **usage}
 
     def _usage(self) -> Json:

@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from cluster.api.anthropic.protocol import CountTokensRequest, MessagesRequest
 from cluster.api.anthropic.replies import MessagesReply
 from cluster.api.chat import PreparedChat, count_prompt_tokens, prepare_chat
 from cluster.api.chat_replies import ChatReply
-from cluster.api.choices import PreparedPrompt, engine_requests, last_tokens, seeded, tenant_scoped
+from cluster.api.choices import PreparedPrompt, Truncation, engine_requests, seeded, tenant_scoped
 from cluster.api.completion_protocol import CompletionRequest
 from cluster.api.completion_replies import EchoedPrompt, completion_reply
 from cluster.api.draft_trace import traced
@@ -26,14 +27,14 @@ from cluster.api.errors import ApiError, short_repr
 from cluster.api.generate_protocol import GenerateRequest
 from cluster.api.generate_replies import GenerateReply, choice_names
 from cluster.api.grammar_check import GrammarCheck, check_command
-from cluster.api.protocol import Body, ChatRequest, OpenAIRequest, RequestOptions
+from cluster.api.protocol import WHOLE_CONTEXT, Body, ChatRequest, OpenAIRequest, RequestOptions
 from cluster.api.replies import OpenAIReply, Reply, ReplyMetadata
 from cluster.api.responses.protocol import InputTokensRequest, ResponsesRequest
 from cluster.api.responses.replies import ResponsesReply
 from cluster.api.speculation import SpeculationCapabilities
 from cluster.api.streams import EventStream, JsonReply
 from cluster.api.text_pool import TextPool
-from cluster.api.tokenization import Tokenization, TokenTexts
+from cluster.api.tokenization import Tokenization, TokenTexts, with_token_ids
 from cluster.api.trace_context import CURRENT_TRACE, check_tracing_packages
 from cluster.config import AppConfig
 from cluster.messages import RouterInfo
@@ -86,7 +87,9 @@ class Service:
 
     async def chat(self, body: ChatRequest, tenant: str) -> Response:
         def reply(metadata: ReplyMetadata, chat: PreparedChat, tokens: TokenTexts) -> Reply:
-            return ChatReply(metadata, chat.params, tokens, body.include_usage, chat.output)
+            if body.return_tokens_as_token_ids:
+                tokens = with_token_ids(tokens)
+            return ChatReply(metadata, chat.token_ids, chat.params, tokens, body.reply_options, chat.output)
 
         self.check_model(body.model)
         return await self._chat(body, tenant, "chatcmpl", reply, _headers(body))
@@ -124,13 +127,15 @@ class Service:
         self.check_model(body.model)
         tokenization, timeout_s = await self._admit(body.timeout)
         params = seeded(body.sampling())
-        add_special = body.add_special_tokens is not False
-        token_ids = await self.text_pool.run(tenant, tokenization.prompts, body.prompt, add_special)
+        add_special, truncation = body.add_special_tokens is not False, self._truncation(body, params)
+        token_ids = await self.text_pool.run(tenant, tokenization.prompts, body.prompt, add_special, truncation)
         metadata = self._metadata("cmpl", params)
         request_id = metadata.request_id
         prompts = await self.text_pool.run(tenant, _prepared, tokenization, body, token_ids, params, request_id)
-        echoed = await self.text_pool.run(tenant, _echoed, tokenization, prompts) if body.echo else []
-        reply = completion_reply(body, metadata, params, tokenization.token, echoed)
+        echoed = await self.text_pool.run(tenant, _echoed, tokenization, body, token_ids, params) if body.echo else []
+        tokens = with_token_ids(tokenization.token) if body.return_tokens_as_token_ids else tokenization.token
+        make_text = partial(tokenization.text_stream, params)
+        reply = completion_reply(body, metadata, token_ids, params, tokens, make_text, echoed)
         return await self._respond(body, tenant, prompts, metadata, reply, _headers(body), timeout_s)
 
     async def generate(self, body: GenerateRequest, tenant: str) -> Response:
@@ -252,7 +257,8 @@ class Service:
         """Answer a conversation in the dialect of `make_reply`."""
         tokenization, timeout_s = await self._admit(request.timeout)
         chat = await self.text_pool.run(tenant, prepare_chat, request, tokenization, self.config.server)
-        chat = chat._replace(params=seeded(chat.params))
+        truncation = self._truncation(request, chat.params)
+        chat = chat._replace(token_ids=truncation.of(chat.token_ids), params=seeded(chat.params))
         metadata = self._metadata(id_prefix, chat.params)
         reply = make_reply(metadata, chat, tokenization.token)
         prompts = await self.text_pool.run(
@@ -321,6 +327,12 @@ class Service:
                 self._tokenization = await asyncio.to_thread(self._load, info.context_length)
         return self._tokenization
 
+    def _truncation(self, body: OpenAIRequest, params: SamplingParams) -> Truncation:
+        limit = body.truncate_prompt_tokens
+        if limit == WHOLE_CONTEXT:
+            limit = max(1, self._info().context_length - max(1, params.max_tokens or 0))
+        return Truncation(limit, body.truncation_side == "right")
+
     def _check_not_draining(self) -> None:
         if self._router_pool.is_draining:
             raise ApiError(503, DRAINING)
@@ -365,12 +377,20 @@ def _prepared(
     predicted: list[int] = []
     if body.prediction is not None:
         predicted = tokenization.encode(body.prediction.content, "prediction", add_special_tokens=False)
-    kept = last_tokens(prompts, body.truncate_prompt_tokens)
-    return [PreparedPrompt(token_ids, params, names, predicted) for token_ids in kept]
+    return [PreparedPrompt(token_ids, params, names, predicted) for token_ids in prompts]
 
 
-def _echoed(tokenization: Tokenization, prompts: Sequence[PreparedPrompt]) -> list[EchoedPrompt]:
-    return [EchoedPrompt(tokenization.decode(prompt.token_ids), prompt.token_ids) for prompt in prompts]
+def _echoed(
+    tokenization: Tokenization, body: CompletionRequest, prompts: Sequence[list[int]], params: SamplingParams
+) -> list[EchoedPrompt]:
+    """The prompts as they were sent; token ids and prompts that were cut as their text."""
+    echoed = []
+    for item, token_ids in zip(body.prompt.items, prompts, strict=True):
+        is_sent = isinstance(item, str) and body.truncate_prompt_tokens is None
+        text = item if is_sent else tokenization.decode(token_ids, params.skip_special_tokens)
+        lengths = tokenization.text_stream(params, ()).feed(token_ids).text_lengths
+        echoed.append(EchoedPrompt(str(text), token_ids, lengths))
+    return echoed
 
 
 def _headers(body: Body) -> Mapping[str, str]:

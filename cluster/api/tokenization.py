@@ -10,13 +10,17 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from cluster.api.chat_prompt import ChatPrompt
+from cluster.api.choices import WHOLE, Truncation
 from cluster.api.prompts import PromptSet, checked_token_ids
+from specray.engine.detokenizer import TextStream
 from specray.errors import ContextLengthError, InvalidRequestError, Overflow
 from specray.models.tokenizer import chat_template, render_chat, user_texts
+from specray.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+NO_LIMIT = 2**31  # tokens
 NUM_END_TOKENS = 16  # of a prompt, to see whether it ends inside reasoning
 
 
@@ -28,6 +32,11 @@ class TokenText(NamedTuple):
 
 
 TokenTexts = Callable[[int], TokenText]  # by token id
+
+
+def with_token_ids(tokens: TokenTexts) -> TokenTexts:
+    """The same with vLLM's `token_id:ID` for the text, which tells tokens of equal text apart."""
+    return lambda token_id: TokenText(f"token_id:{token_id}", tokens(token_id).data)
 
 
 class Tokenization:
@@ -59,12 +68,14 @@ class Tokenization:
         """The text of the last tokens, with special tokens."""
         return self.decode(token_ids[-NUM_END_TOKENS:])
 
-    def prompts(self, prompts: PromptSet, add_special_tokens: bool = True) -> list[list[int]]:
+    def prompts(
+        self, prompts: PromptSet, add_special_tokens: bool = True, truncation: Truncation = WHOLE
+    ) -> list[list[int]]:
         """The token ids of each prompt. InvalidRequestError if one has none, or too many."""
         return [
-            self.encode(item, add_special_tokens=add_special_tokens)
+            truncation.of(self.encode(item, add_special_tokens=add_special_tokens))
             if isinstance(item, str)
-            else self._token_ids(item, prompts.field)
+            else self._token_ids(truncation.of(item), prompts.field)
             for item in prompts.items
         ]
 
@@ -92,6 +103,12 @@ class Tokenization:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """The text of token ids. Those outside the vocabulary have none."""
         return self._tokenizer.backend_tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def text_stream(self, params: SamplingParams, prompt: Sequence[int]) -> TextStream:
+        """The text of tokens that follow `prompt`, with the number of characters that each adds to it."""
+        options = SamplingParams(skip_special_tokens=params.skip_special_tokens, ignore_eos=True)
+        tokenizer = self._tokenizer.backend_tokenizer
+        return TextStream(tokenizer, options, (), NO_LIMIT, records_lengths=True, prompt_token_ids=prompt)
 
     def piece(self, token_id: int) -> str:
         """The token's entry in the vocabulary; empty outside it."""

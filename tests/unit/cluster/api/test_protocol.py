@@ -17,20 +17,20 @@ USER = {"role": "user", "content": "hi"}
 
 # field, values at the bounds, values just outside
 BOUNDS: list[tuple[str, list[Any], list[Any]]] = [
-    ("temperature", [0, 100.0], [-0.01, 100.1, float("nan"), float("inf"), "1", True]),
+    ("temperature", [0, 100.0, "0.5", "1e-3"], [-0.01, 100.1, float("nan"), float("inf"), "hot", "", True]),
     ("top_p", [0, 1e-9, 1], [-0.1, 1.01, float("nan")]),
     ("top_k", [-1, 2**31, 2**62], [-2, 1.5]),
     ("min_p", [0, 1], [-0.1, 1.1]),
     ("presence_penalty", [-2, 2], [-2.1, 2.1]),
     ("frequency_penalty", [-2, 2], [-2.1, 2.1]),
     ("repetition_penalty", [0.01, 1000], [0, 1001]),
-    ("seed", [-(2**63), 2**63 - 1], [-(2**63) - 1, 2**63, 0.5]),
-    ("n", [1, 128], [0, 129, True]),
-    ("max_tokens", [0, 10_000_000], [10_000_001, -1]),
+    ("seed", [-(2**63), 2**63 - 1, "7"], [-(2**63) - 1, 2**63, 0.5]),
+    ("n", [1, 128, "2"], [0, 129, True, "two", "1.5"]),
+    ("max_tokens", [0, 10_000_000, "5"], [10_000_001, -1, "-1", "9" * 99]),
     ("min_tokens", [0, 10_000_000], [-1, 10_000_001]),
     ("stop", ["x", ["a"] * 64, [], "x" * 256], ["", ["a"] * 65, "x" * 257, [1], 1]),
     ("allowed_token_ids", [[0], [2**31 - 1] * 1024], [[], [-1], [0] * 1025, "a"]),
-    ("truncate_prompt_tokens", [1, 10_000_000], [0, -1, 1.5]),
+    ("truncate_prompt_tokens", [-1, 1, 10_000_000], [0, -2, 1.5]),
     ("rid", ["r", "r" * 256], ["", "r" * 257, 1, ["r"]]),
     ("prediction", [{"type": "content", "content": "x"}], [{"type": "content"}, {"type": "x", "content": ""}, "x"]),
     ("stop_token_ids", [[], [0] * 64, [2**31 - 1]], [[0] * 65, [-1], [2**31], ["0"]]),
@@ -120,6 +120,11 @@ def test_arguments_of_earlier_calls_that_are_no_object_are_refused(arguments: An
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
     with pytest.raises(ValidationError):
         ChatRequest.model_validate({"messages": [USER, {"role": "assistant", "tool_calls": [call]}]})
+
+
+def test_numbers_may_be_sent_as_text() -> None:
+    params = ChatRequest.model_validate({"messages": [USER], "temperature": "0.5", "max_tokens": "7"}).sampling(None)
+    assert (params.temperature, params.max_tokens) == (0.5, 7)
 
 
 def test_text_parts_are_joined_and_developer_becomes_system() -> None:

@@ -80,6 +80,139 @@ def test_an_echoed_stream_equals_the_complete_reply(
     asyncio.run(run())
 
 
+def test_offsets_count_the_characters_of_the_text_also_where_tokens_are_parts_of_characters(serve: Serve) -> None:
+    body = {"prompt": "é!", "max_tokens": 30, "logprobs": 0, "seed": 3}
+
+    async def run() -> None:
+        async with serve() as server:
+            for echo in (False, True):
+                [whole] = (await post(server, "/v1/completions", body | {"echo": echo}))["choices"]
+                text, logprobs = whole["text"], whole["logprobs"]
+                assert any(token == "\ufffd" for token in logprobs["tokens"])
+                for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
+                    assert text.startswith(token, offset) or token == "\ufffd"
+                chunks = await streamed(server, "/v1/completions", body | {"echo": echo})
+                scored = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+                assert [at for part in scored if part for at in part["text_offset"]] == logprobs["text_offset"]
+
+    asyncio.run(run())
+
+
+def test_an_echoed_prompt_is_the_text_that_was_sent(serve: Serve) -> None:
+    async def run() -> None:
+        async with serve() as server:
+            for prompt in ("hi", [*ids("hi"), server.ranks.tokenizer.eos_token_id]):
+                reply = await post(server, "/v1/completions", {"prompt": prompt, "echo": True, "max_tokens": 0})
+                assert reply["choices"][0]["text"] == "hi"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("side", "kept"), [(None, "prompt"), ("left", "prompt"), ("right", "Hello,")])
+def test_a_prompt_is_cut_at_the_side_that_is_asked_for(serve: Serve, side: str | None, kept: str) -> None:
+    body = {"echo": True, "max_tokens": 0, "truncate_prompt_tokens": 6, "truncation_side": side}
+
+    async def run() -> None:
+        async with serve() as server:
+            for prompt in (PROMPT, ids(PROMPT)):
+                reply = await post(server, "/v1/completions", body | {"prompt": prompt})
+                assert reply["choices"][0]["text"] == kept
+
+    asyncio.run(run())
+
+
+def test_truncation_to_minus_one_keeps_what_fits_beside_the_output(serve: Serve) -> None:
+    async def run() -> None:
+        async with serve() as server:
+            body = {"prompt": ids("x" * 600), "max_tokens": 12, "truncate_prompt_tokens": -1}
+            assert (await post(server, "/v1/completions", body))["usage"]["prompt_tokens"] == 500
+            chat = {"messages": [{"role": "user", "content": "x" * 600}], "max_tokens": 12}
+            reply = await post(server, "/v1/chat/completions", chat | {"truncate_prompt_tokens": -1})
+            assert reply["usage"]["prompt_tokens"] == 500
+
+    asyncio.run(run())
+
+
+def test_token_ids_of_prompt_and_output_are_returned_in_vllms_places(serve: Serve) -> None:
+    own = {"max_tokens": 30, "return_token_ids": True, "seed": 3}
+
+    async def run() -> None:
+        async with serve() as server:
+            output = server.ranks.script[:30]
+            body = {"prompt": ["ab", "c"], "n": 2} | own
+            whole = await post(server, "/v1/completions", body)
+            assert [choice["prompt_token_ids"] for choice in whole["choices"]] == [ids("ab")] * 2 + [ids("c")] * 2
+            assert all(choice["token_ids"] == output for choice in whole["choices"])
+            chunks = await streamed(server, "/v1/completions", body)
+            for choice in whole["choices"]:
+                parts = [part for c in chunks for part in c["choices"] if part["index"] == choice["index"]]
+                assert [t for part in parts for t in part.get("token_ids", [])] == output
+                assert [part["prompt_token_ids"] for part in parts if "prompt_token_ids" in part] == [
+                    choice["prompt_token_ids"]
+                ]
+            chat = {"messages": [{"role": "user", "content": "hi"}]} | own
+            reply = await post(server, "/v1/chat/completions", chat)
+            assert reply["choices"][0]["token_ids"] == output
+            assert len(reply["prompt_token_ids"]) == reply["usage"]["prompt_tokens"]
+            first, *others = await streamed(server, "/v1/chat/completions", chat)
+            assert first["prompt_token_ids"] == reply["prompt_token_ids"]
+            assert [t for c in others for t in c["choices"][0].get("token_ids", [])] == output
+
+    asyncio.run(run())
+
+
+def test_tokens_of_logprobs_can_be_shown_as_their_ids(serve: Serve) -> None:
+    own = {"max_tokens": 2, "return_tokens_as_token_ids": True}
+
+    async def run() -> None:
+        async with serve() as server:
+            shown = [f"token_id:{token_id}" for token_id in server.ranks.script[:2]]
+            reply = await post(server, "/v1/completions", {"prompt": "a", "logprobs": 1} | own)
+            assert reply["choices"][0]["logprobs"]["tokens"] == shown
+            chat = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True} | own
+            reply = await post(server, "/v1/chat/completions", chat)
+            assert [entry["token"] for entry in reply["choices"][0]["logprobs"]["content"]] == shown
+
+    asyncio.run(run())
+
+
+def test_prompts_are_scored_in_vllms_form(serve: Serve) -> None:
+    async def run() -> None:
+        async with serve() as server:
+            body = {"prompt": "abc", "max_tokens": 2, "prompt_logprobs": 1}
+            [choice] = (await post(server, "/v1/completions", body))["choices"]
+            b = ids("b")[0]
+            assert choice["logprobs"] is None
+            assert [entry and list(entry) for entry in choice["prompt_logprobs"]] == [
+                None,
+                [str(b)],
+                [str(ids("c")[0])],
+            ]
+            assert choice["prompt_logprobs"][1][str(b)] == {"logprob": SCORE, "rank": 1, "decoded_token": "b"}
+            chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "prompt_logprobs": 0}
+            reply = await post(server, "/v1/chat/completions", chat)
+            assert len(reply["prompt_logprobs"]) == reply["usage"]["prompt_tokens"]
+            assert next(iter(reply["prompt_logprobs"][1].values()))["rank"] is None
+            refused = await server.http.post("/v1/chat/completions", json=chat | {"stream": True})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt_logprobs")
+
+    asyncio.run(run())
+
+
+def test_continuous_usage_is_part_of_every_chunk(serve: Serve) -> None:
+    async def run() -> None:
+        async with serve() as server:
+            body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9}
+            options = {"include_usage": True, "continuous_usage_stats": True}
+            chunks = await streamed(server, "/v1/chat/completions", body | {"stream_options": options})
+            counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+            assert counts == sorted(counts)
+            assert (counts[0], counts[-1]) == (0, 9)
+            assert len(set(counts)) >= 3
+
+    asyncio.run(run())
+
+
 def test_best_of_returns_the_likeliest_choices_first(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         async with serve() as server:
