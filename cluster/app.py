@@ -14,6 +14,7 @@ from cluster.api.ingress import OpenAIIngress
 from cluster.api.trace_context import check_tracing_packages
 from cluster.autoscaling import serve_autoscaling
 from cluster.config import AppConfig
+from cluster.engine.node_resources import check_node_resources
 from cluster.engine.placement import bundles, strategy, uses_gpus
 from cluster.engine.router import Router
 from cluster.http_port import check_http_port
@@ -38,11 +39,13 @@ def build(args: AppConfig) -> Application:
     """The application for a configuration, which Serve has validated against the annotation.
 
     Files that are on this machine are checked first: Serve reports an error here at once, but tries to start a replica
-    three times. So is the HTTP port, which a second Serve would silently share.
+    three times. So are the HTTP port, which a second Serve would silently share, and the resources of the cluster's
+    nodes, for which Ray would wait without end.
     """
     check_speculative(args.speculative)
     check_tracing_packages(args.server.otlp_traces_endpoint)
     check_http_port()
+    check_node_resources([args])
     if not absent_models(args):
         from specray.spec_decode.model_files import check_model_files  # loads torch, which takes seconds
 

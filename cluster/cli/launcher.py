@@ -29,9 +29,12 @@ from ray.serve.schema import ServeDeploySchema
 
 from cluster.app import application
 from cluster.cli.check import check_document, load, summary
+from cluster.cli.supervise import SERVING
 from cluster.config import AppConfig
+from cluster.engine.node_resources import check_node_resources
 from cluster.log_level import most_verbose, set_log_level
 from cluster.serve_variables import ONE_LOOP
+from specray.cli.local_server import reachable
 from specray.errors import ConfigError, SpecRayError
 from specray.private_folders import own
 
@@ -40,7 +43,7 @@ READY_S = 60.0  # until a running ingress answers: it connects to the engines an
 DRAIN_SLACK_S = 15.0  # to start and end a drain
 DRAIN_POLL_S = 0.6  # longer than a heartbeat interval: by the second poll every ingress is draining and counted
 PROBE_S = 30.0
-LEAVE_S = 10.0  # to remove applications from a cluster that continues
+LEAVE_S = 8.0  # to remove applications from a cluster that continues
 STOPPED = 3  # exit status of a stop before the server was ready
 ASK_S = 5.0
 
@@ -89,8 +92,9 @@ def _run(options: argparse.Namespace, stop: Stop) -> int:
     apps = check_document(document, "serve.yaml")
     try:
         _start_ray(options.address, options.dashboard)
+        check_node_resources(list(apps.values()))
         signal.signal(signal.SIGTERM, lambda *_: None)  # instead of Ray's handler: the end of standard input tells it
-        return _serve(deploy, apps, stop, is_joined=options.address is not None)
+        return _serve(deploy, apps, stop, options)
     except (ConfigError, ConnectionError, AuthenticationError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -101,11 +105,12 @@ def _run(options: argparse.Namespace, stop: Stop) -> int:
         ray.shutdown()
 
 
-def _serve(deploy: ServeDeploySchema, apps: dict[str, AppConfig], stop: Stop, is_joined: bool) -> int:
+def _serve(deploy: ServeDeploySchema, apps: dict[str, AppConfig], stop: Stop, options: argparse.Namespace) -> int:
     """Start the applications in a thread, so that a stop interrupts any library code, and run until a stop."""
+    is_joined = options.address is not None
     if is_joined:
         stop.undo_within(LEAVE_S)
-    starting = threading.Thread(target=_start, args=(deploy, apps, stop), daemon=True)
+    starting = threading.Thread(target=_start, args=(deploy, apps, stop, options.folder), daemon=True)
     starting.start()
     try:
         failure = stop.events.get()
@@ -123,12 +128,13 @@ def _serve(deploy: ServeDeploySchema, apps: dict[str, AppConfig], stop: Stop, is
             serve.shutdown()  # type: ignore[no-untyped-call]
 
 
-def _start(deploy: ServeDeploySchema, apps: dict[str, AppConfig], stop: Stop) -> None:
+def _start(deploy: ServeDeploySchema, apps: dict[str, AppConfig], stop: Stop, folder: Path) -> None:
     """Start the applications and print a line for each."""
     begin = time.monotonic()
     try:
         for line in _start_applications(deploy, apps):
             print(f"{line} ({time.monotonic() - begin:.0f} s)", flush=True)
+        (folder / SERVING).touch()
         stop.undo_within(sum(app.server.drain_s + DRAIN_SLACK_S for app in apps.values()) + LEAVE_S)
     except BaseException as failure:
         stop.events.put(failure)
@@ -210,7 +216,7 @@ def _start_applications(deploy: ServeDeploySchema, apps: dict[str, AppConfig]) -
             serve.run(application(config), name=name, route_prefix=prefixes[name] or "/")
         except RuntimeError as error:  # how Serve reports DEPLOY_FAILED
             raise StartError(f"{error} {_reasons(name)}") from None
-        url = f"{'https' if http.ssl_certfile else 'http'}://{_reachable(http.host)}:{http.port}{prefixes[name]}"
+        url = f"{'https' if http.ssl_certfile else 'http'}://{reachable(http.host)}:{http.port}{prefixes[name]}"
         _wait_until_ready(url)
         yield _announcement(url, config)
 
@@ -283,12 +289,6 @@ def _wait_until_idle(name: str, give_up: float) -> None:
             return
         num_idle = 0 if num_unfinished else num_idle + 1
         time.sleep(DRAIN_POLL_S)
-
-
-def _reachable(host: str) -> str:
-    """An address at which a server that listens on `host` can be reached."""
-    wildcards = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
-    return wildcards.get(host, f"[{host}]" if ":" in host else host)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -3,9 +3,10 @@
 `cluster.engine.placement` computes the bundles.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from cluster.config import AppConfig
+from cluster.engine.node_resources import sum_of
 from cluster.engine.placement import Bundle, bundles, strategy
 
 STRATEGIES = {"STRICT_PACK": "all on one node", "PACK": "on as few nodes as have room"}
@@ -29,7 +30,7 @@ def plan_text(config: AppConfig) -> str:
 def total(config: AppConfig, with_gpus: bool) -> Bundle:
     """All resources reserved at once; with autoscaling, those of the maximum number of engines."""
     engines = bundles(config, with_gpus) * config.max_replicas
-    return _sum([*engines, *[_ingress(config)] * config.server.num_ingress_replicas])
+    return sum_of([*engines, *[_ingress(config)] * config.server.num_ingress_replicas])
 
 
 def amounts(resources: Mapping[str, float]) -> str:
@@ -58,8 +59,3 @@ def _processes(config: AppConfig, rank: int) -> str:
 
 def _ingress(config: AppConfig) -> Bundle:
     return {"CPU": config.server.ingress_cpus}
-
-
-def _sum(parts: Sequence[Bundle]) -> Bundle:
-    names = dict.fromkeys(name for part in parts for name in part)
-    return {name: sum(part.get(name, 0.0) for part in parts) for name in names}

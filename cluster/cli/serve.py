@@ -1,16 +1,16 @@
 """`specray serve [FILE] [flags]`: merge file and flags into one configuration, validate it and start the launcher.
 
 Errors in the configuration are reported here, before Ray starts. `flags` generates the flags from the configuration,
-`check` validates it, and `supervise` replaces this process to start Ray in `launcher`.
+`check` validates it, and `launcher` replaces this process to start Ray. `supervise` runs both.
 """
 
 import argparse
 import os
 import re
 import secrets
+import signal
 import ssl
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -23,12 +23,11 @@ from cluster.api.trace_context import check_tracing_packages
 from cluster.cli.check import IMPORT_PATH, Json, check_document, check_keys, find_files, load, suggestion
 from cluster.cli.flags import add_flags, given, overridden
 from cluster.cli.sglang_environment import check_sglang_environment
-from cluster.cli.supervise import block_signals
+from cluster.cli.supervise import FOLDER
 from cluster.config import AppConfig
 from cluster.serve_variables import LARGE_MESSAGES, ONE_LOOP
 from specray.cli.local_server import refuse_port_in_use
 from specray.errors import ConfigError, SpecRayError
-from specray.private_folders import PREFIX, own, remove_leftovers
 
 DESCRIPTION = """\
 Start Ray and serve a model until Ctrl-C or SIGTERM. FILE is a configuration for `serve run`; flags override it. The
@@ -44,7 +43,6 @@ PASSED_ON_OF_APPLICATION = {"name", "route_prefix", "import_path", "args"}
 HTTP_FLAGS = ("host", "port", "ssl_keyfile", "ssl_certfile")  # of http_options
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 DASHBOARD_PORT = 8265
-TEMPORARY = Path("/tmp")  # short: Ray creates Unix sockets below it, whose paths have at most 107 characters
 # Defaults that differ from Ray's; variables set by the operator take precedence.
 RAY_OPTIONS = {
     # Serve replaces a proxy that is not ready after three of these timeouts. Ray's 5 s are too short on a busy machine.
@@ -209,14 +207,11 @@ def _only_application(document: Json, file: Path | None) -> Json:
 
 
 def _become_launcher(document: Json, options: argparse.Namespace) -> NoReturn:
-    """Replace this process with the launcher's supervisor, which then receives the signals sent to it."""
-    remove_leftovers(TEMPORARY)
-    block_signals()  # so that none comes between here and the new program, which waits for them
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=TEMPORARY))  # mode 0700
+    """Replace this process with the launcher. `supervise` has made the folder."""
+    folder = Path(os.environ[FOLDER])
     (folder / "serve.yaml").write_text(yaml.safe_dump(document, sort_keys=False), encoding="utf-8")
     (folder / "token").write_text(secrets.token_hex(32), encoding="utf-8")
-    own(folder)
-    arguments = ["-P", "-m", "cluster.cli.supervise", str(folder)]
+    arguments = ["-P", "-m", "cluster.cli.launcher", str(folder)]
     arguments += [f"--address={options.address}"] if options.address else []
     arguments += [f"--dashboard={options.dashboard}"] if options.dashboard else []
     environment = ray_environment(folder, options.address is None, options.insecure, os.environ)
@@ -225,4 +220,5 @@ def _become_launcher(document: Json, options: argparse.Namespace) -> NoReturn:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # a conversion removes its files
     sys.exit(main())

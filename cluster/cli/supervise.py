@@ -1,8 +1,8 @@
-"""The process that a user starts and stops: it runs the launcher, and ends everything that the launcher has started.
+"""The process that a user starts and stops: it runs `serve` and the launcher, and ends all that they have started.
 
-The launcher and Ray's processes have a session of their own, so that a signal to this process's group reaches only this
-process. It loads no library and blocks all signals except while it waits for one: none is lost, whatever the launcher
-does. Started as `python -m cluster.cli.supervise FOLDER` in the environment that `serve` prepares.
+They and Ray's processes have a session of their own, so that a signal to this process's group reaches no other. It
+loads no library and blocks the signals that end a process except while it waits for one, so that none is lost, whatever
+its child does.
 """
 
 import os
@@ -10,39 +10,46 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
+import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from specray.private_folders import disown, processes_with
+from specray.private_folders import PREFIX, disown, own, processes_with, remove_leftovers
 
-LAUNCHER = "cluster.cli.launcher"
-POLL_S = 1.0  # at most between looks at the launcher; its end interrupts the wait
+TEMPORARY = Path("/tmp")  # short: Ray creates Unix sockets below it, whose paths have at most 107 characters
+FOLDER = "SPECRAY_SERVE_FOLDER"  # in the environment of all processes of a server: its folder
+SERVING = "serving"  # a file in it: the applications are ready, so that stopping may take as long as a drain
+POLL_S = 0.5  # at most between looks at the child; its end interrupts the wait
 REPEAT_S = 1.0  # until then a signal is the first one again, sent to the process and to its group
+START_LEAVE_S = 10.0  # for the child to end while it starts
 LEAVE_S = 5.0  # for Ray's processes to end by themselves
 SCAN_S = 0.1
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit status: the launcher's; 128 + the signal's number if that came before the server was ready."""
-    folder = Path(arguments[0])
+    """Exit status: the child's; 128 + the signal's number if that came before the server was ready."""
     signals = block_signals()
-    launcher = subprocess.Popen(
-        [sys.executable, "-P", "-m", LAUNCHER, *arguments],
+    remove_leftovers(TEMPORARY)
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=TEMPORARY))  # mode 0700
+    own(folder)
+    child = subprocess.Popen(
+        [sys.executable, "-P", "-m", "cluster.cli.serve", *arguments],
+        env={**os.environ, FOLDER: str(folder)},
         stdin=subprocess.PIPE,
         start_new_session=True,
         preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, ()),
     )
-    received = _wait(launcher, signals)
-    status = launcher.returncode
+    received = _wait(child, signals, folder)
+    status = child.returncode
     _end_processes(folder, LEAVE_S if status in (0, 2) else 0.0)
-    if received is None and status not in (0, 2):
+    logs = Path(os.environ.get("RAY_TMPDIR", folder), "ray/session_latest/logs")
+    if received is None and status not in (0, 2) and logs.exists():
         if status != 1:
-            _say(f"error: the launcher ended with status {status}")
-        _say(f"Ray's logs: {Path(os.environ.get('RAY_TMPDIR', '/tmp'), 'ray/session_latest/logs')}")
-        disown(folder)  # it has the logs
+            _say(f"error: the server's main process ended with status {status}")
+        _say(f"Ray's logs: {logs}")
+        disown(folder)
         return 1
     shutil.rmtree(folder, ignore_errors=True)
     if received is None or status == 0:
@@ -56,33 +63,32 @@ def block_signals() -> set[signal.Signals]:
     ending = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     signals = {number for number in ending if signal.getsignal(number) is not signal.SIG_IGN}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals | {signal.SIGCHLD})
-    this = threading.get_ident()
-    for number in signals:  # another thread may receive it
-        signal.signal(number, lambda received, _: signal.pthread_kill(this, received))
     return signals
 
 
-def _wait(launcher: subprocess.Popen[bytes], signals: set[signal.Signals]) -> int | None:
-    """Wait for the launcher's end. The first signal stops it, a second one kills it; returns the first."""
+def _wait(child: subprocess.Popen[bytes], signals: set[signal.Signals], folder: Path) -> int | None:
+    """Wait for the child's end. The first signal stops it, a second one kills it; returns the first."""
     first, since = None, 0.0
-    assert launcher.stdin is not None
-    while launcher.poll() is None:
+    assert child.stdin is not None
+    while child.poll() is None:
         info = signal.sigtimedwait(signals | {signal.SIGCHLD}, POLL_S)
-        if info is None or info.si_signo == signal.SIGCHLD:
-            continue
-        if first is None:
-            first, since = info.si_signo, time.monotonic()
-            launcher.stdin.close()
-            launcher.terminate()  # for one that does not yet read its input
-        elif time.monotonic() - since > REPEAT_S:
-            launcher.kill()
+        number = info.si_signo if info is not None and info.si_signo in signals else None
+        if first is None and number is not None:
+            first, since = number, time.monotonic()
+            child.stdin.close()  # the launcher's request to stop
+            child.terminate()  # for one that does not read it yet
+        elif first is not None:
+            waited = time.monotonic() - since
+            is_second = number is not None and waited > REPEAT_S
+            if is_second or (waited > START_LEAVE_S and not (folder / SERVING).exists()):
+                child.kill()
     return first
 
 
 def _end_processes(folder: Path, patience_s: float) -> None:
-    """Kill the processes of the folder that have not ended by themselves in this time."""
+    """Kill the server's processes that have not ended by themselves in this time."""
     give_up = time.monotonic() + patience_s
-    while pids := list(processes_with("TMPDIR", folder)):
+    while pids := list(processes_with(FOLDER, folder)):
         if time.monotonic() >= give_up:
             for pid in pids:
                 with suppress(ProcessLookupError):
@@ -93,7 +99,3 @@ def _end_processes(folder: Path, patience_s: float) -> None:
 def _say(line: str) -> None:
     with suppress(OSError):  # nobody reads it any more
         print(line, file=sys.stderr, flush=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

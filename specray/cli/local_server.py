@@ -61,7 +61,7 @@ class LocalServer:
 
     @property
     def url(self) -> str:
-        return f"http://{self._host}:{self._port}"
+        return f"http://{reachable(self._host)}:{self._port}"
 
     def __enter__(self) -> Self:
         refuse_port_in_use(self._host, self._port)
@@ -160,16 +160,25 @@ def _stop_on_sigterm() -> None:
 
 
 def refuse_port_in_use(host: str, port: int) -> None:
-    """ServerStartError if the port cannot be bound."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except (OSError, OverflowError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
-            raise ServerStartError(
-                f"cannot listen on {host}:{port} ({reason}); stop the process that uses it or choose another --port"
-            ) from None
+    """ServerStartError if the port cannot be bound, by IPv4 or IPv6."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _, address in found:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind((address[0], port, *address[2:]))
+    except (OSError, OverflowError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ServerStartError(
+            f"cannot listen on {host}:{port} ({reason}); stop the process that uses it, or choose another --host or "
+            "--port"
+        ) from None
+
+
+def reachable(host: str) -> str:
+    """A host for URLs by which a server that listens on `host` can be reached from this machine."""
+    wildcards = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
+    return wildcards.get(host, f"[{host}]" if ":" in host else host)
 
 
 _SERVE = [sys.executable, "-P", "-m", "specray.cli.main", "serve"]

@@ -4,26 +4,23 @@ Exit status: 0 success, 1 the command found a failure, 2 invalid input, 130 inte
 """
 
 import argparse
-import signal
 import sys
-import threading
 from collections.abc import Sequence
 from pkgutil import resolve_name
-from types import FrameType
-from typing import NoReturn
 
 from specray import __version__
 from specray.errors import SpecRayError
 
 # Commands of the package `cluster`, which this package does not import.
-CLUSTER_COMMANDS = {"serve": "cluster.cli.serve:main", "check": "cluster.cli.check:main"}
+CLUSTER_COMMANDS = {"serve": "cluster.cli.supervise:main", "check": "cluster.cli.check:main"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         if arguments and arguments[0] in CLUSTER_COMMANDS:
-            return _run_cluster_command(*arguments)
+            status: int = resolve_name(CLUSTER_COMMANDS[arguments[0]])(arguments[1:])
+            return status
         options = build_parser().parse_args(arguments)
         exit_status: int = options.run(options)
     except (SpecRayError, OSError) as error:
@@ -33,26 +30,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     return exit_status
-
-
-def _run_cluster_command(command: str, *arguments: str) -> int:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, _interrupt)
-    status: int = resolve_name(CLUSTER_COMMANDS[command])(arguments)
-    return status
-
-
-def _interrupt(number: int, _frame: FrameType | None) -> NoReturn:
-    """End the program by an exception.
-
-    The signal stays pending: where a library swallows the exception, `cluster.cli.supervise` still finds the signal.
-    """
-    signal.pthread_sigmask(signal.SIG_BLOCK, {number})
-    signal.pthread_kill(threading.get_ident(), number)
-    if number == signal.SIGINT:
-        raise KeyboardInterrupt
-    sys.exit(128 + number)
 
 
 def build_parser() -> argparse.ArgumentParser:

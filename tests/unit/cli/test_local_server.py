@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from specray.cli import local_server
-from specray.cli.local_server import LocalServer, ServerStartError, free_port
+from specray.cli.local_server import LocalServer, ServerStartError, free_port, reachable, refuse_port_in_use
 from tests.support.processes import has_ended, wait_until
 
 ROOT = Path(__file__).parents[3]
@@ -113,3 +113,17 @@ def test_a_port_in_use_is_an_error(config: Path) -> None:
 def test_a_missing_config_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ServerStartError, match=r"nothing\.yaml"):
         LocalServer(tmp_path / "nothing.yaml")
+
+
+@pytest.mark.parametrize("host", ["::1", "::", "127.0.0.1", "0.0.0.0", "localhost"])
+def test_a_port_is_free_or_in_use_by_either_version_of_ip(host: str, port: int) -> None:
+    refuse_port_in_use(host, port)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    refused = pytest.raises(ServerStartError, match=rf"cannot listen on {host}:{port} \(Address already in use\)")
+    with socket.create_server((host, port), family=family), refused:
+        refuse_port_in_use(host, port)
+
+
+@pytest.mark.parametrize(("host", "url"), [("::1", "[::1]"), ("::", "[::1]"), ("0.0.0.0", "127.0.0.1"), ("a", "a")])
+def test_a_server_has_a_url(host: str, url: str) -> None:
+    assert reachable(host) == url
