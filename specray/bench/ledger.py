@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from specray.bench.exchange import Exchange
+from specray.bench.exchange import EVENT_STREAM, Exchange
 
 DONE = "[DONE]"
 REFUSALS = (429, 503)
+TOKEN_FIELDS = ("text", "content", "reasoning_content", "reasoning", "tool_calls")  # of a choice or its delta
 
 
 class Outcome(StrEnum):
@@ -37,6 +38,8 @@ class Ending:
     num_tokens: int = 0  # by the server's count; 0 unless complete
     text: str = ""  # of its first choice, as far as it was received
     detail: str = ""  # the error message, or what was wrong with a broken reply
+    token_times: tuple[float, ...] = ()  # of a stream: seconds until each event with tokens arrived
+    sent_s: float = 0.0  # when it was sent: seconds since the load began
 
 
 class Ledger:
@@ -80,16 +83,33 @@ class Ledger:
 def ending_of(exchange: Exchange) -> Ending:
     """The ending of one HTTP exchange."""
     outcome, num_tokens, text, detail = _classify(exchange)
-    return Ending(outcome, exchange.status, exchange.seconds, num_tokens, text, detail)
+    times = _token_times(exchange) if outcome is Outcome.COMPLETE else ()
+    return Ending(outcome, exchange.status, exchange.seconds, num_tokens, text, detail, times)
+
+
+def _token_times(exchange: Exchange) -> tuple[float, ...]:
+    pairs = zip(_events(exchange.body), exchange.event_times, strict=False)  # none of a reply in one piece
+    return tuple(at for event, at in pairs if event != DONE and _has_tokens(json.loads(event)))
+
+
+def _has_tokens(event: Any) -> bool:
+    parts = [choice | (choice.get("delta") or {}) for choice in event.get("choices", [])]
+    return any(part.get(name) for part in parts for name in TOKEN_FIELDS)
+
+
+def _events(body: bytes) -> list[str]:
+    return [event.removeprefix("data: ") for event in body.decode(errors="replace").split("\n\n") if event]
 
 
 def _classify(exchange: Exchange) -> tuple[Outcome, int, str, str]:
     """(outcome, tokens, text, detail)."""
     if exchange.was_cut:
         return Outcome.ABORTED, 0, "", ""
+    if not exchange.was_connected:
+        return Outcome.BROKEN, 0, "", f"no connection: {exchange.error}"
     if exchange.status is None or not exchange.is_whole:
         return Outcome.BROKEN, 0, "", f"the connection ended within the reply: {exchange.error or 'no error'}"
-    if exchange.headers.get("content-type", "").startswith("text/event-stream"):
+    if exchange.headers.get("content-type", "").startswith(EVENT_STREAM):
         return _classify_stream(exchange.body)
     try:
         body = json.loads(exchange.body)
@@ -104,7 +124,7 @@ def _classify(exchange: Exchange) -> tuple[Outcome, int, str, str]:
 
 
 def _classify_stream(body: bytes) -> tuple[Outcome, int, str, str]:
-    lines = [line.removeprefix("data: ") for line in body.decode(errors="replace").split("\n\n") if line]
+    lines = _events(body)
     try:
         events = [json.loads(line) for line in lines if line != DONE]
     except ValueError:

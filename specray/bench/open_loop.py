@@ -3,13 +3,16 @@
 import asyncio
 import random
 import time
-from dataclasses import dataclass
-from itertools import accumulate
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 from math import inf
 from typing import Any
 
+from tqdm import tqdm
+
 from specray.bench.exchange import exchange, request_bytes
-from specray.bench.ledger import Ledger, Outcome, ending_of
+from specray.bench.ledger import Ending, Ledger, Outcome, ending_of
 
 GAUGES = ("specray_num_requests_running", "specray_num_requests_waiting", "specray_kv_cache_usage_perc")
 REPLY_OVERHEAD = 600  # estimate of the bytes of a reply that do not depend on its length; a cut may be past its end
@@ -24,13 +27,15 @@ class Load:
     rate: float  # requests a second, on average
     seconds: float
     max_tokens: int = 32
-    prompt: str = "Once upon a time"
+    prompts: Sequence[Sequence[str]] = (("Once upon a time",),)  # the turns of each conversation, used in this order
     stream: bool = True
     timeout_s: float = 60.0  # the server's time limit for each; the client waits twice as long
     cut_share: float = 0.0  # share of requests that disconnect at a random byte
     slow_share: float = 0.0  # share of requests that read one byte a second
     key: str | None = None
     seed: int = 0
+    is_chat: bool = False  # by /v1/chat/completions instead of /v1/completions
+    options: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 1.0, "ignore_eos": True})  # of a body
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,7 @@ class Report:
 
     ledger: Ledger
     seconds: float  # until the last request had ended
+    was_interrupted: bool = False
 
     @property
     def goodput(self) -> float:
@@ -47,8 +53,30 @@ class Report:
 
     def refusal_s(self, quantile: float) -> float:
         """Seconds until a request was refused, at a quantile; inf if none was."""
-        times = sorted(ending.seconds for ending in self.ledger.of(Outcome.REFUSED))
-        return times[min(len(times) - 1, int(quantile * len(times)))] if times else inf
+        return at_quantile([ending.seconds for ending in self.ledger.of(Outcome.REFUSED)], quantile)
+
+    def latencies(self) -> dict[str, list[float]]:
+        """Seconds by what they measure, of complete requests; without those that no request has."""
+        complete = self.ledger.of(Outcome.COMPLETE)
+        streams = [ending for ending in complete if ending.token_times]
+        found = {
+            "first token": [ending.token_times[0] for ending in streams],
+            "between tokens": [between for ending in streams if (between := _between_tokens(ending)) is not None],
+            "between chunks": [b - a for ending in streams for a, b in pairwise(ending.token_times)],
+            "whole request": [ending.seconds for ending in complete],
+        }
+        return {name: times for name, times in found.items() if times}
+
+
+def at_quantile(times: Sequence[float], quantile: float) -> float:
+    """inf without times."""
+    return sorted(times)[min(len(times) - 1, int(quantile * len(times)))] if times else inf
+
+
+def _between_tokens(ending: Ending) -> float | None:
+    """Mean over the tokens after the first chunk. None if there are none."""
+    first, last = ending.token_times[0], ending.token_times[-1]
+    return (last - first) / (ending.num_tokens - 1) if last > first and ending.num_tokens > 1 else None
 
 
 def arrivals(rate: float, seconds: float, rng: random.Random) -> list[float]:
@@ -57,15 +85,27 @@ def arrivals(rate: float, seconds: float, rng: random.Random) -> list[float]:
     return [at for at in accumulate(gaps) if at < seconds]
 
 
-async def run(load: Load) -> Report:
-    """Send every request at its time, and wait until all have ended."""
+async def run(load: Load, progress: bool = False) -> Report:
+    """Send every request at its time, and wait until all have ended. A cancellation disconnects the open ones."""
     rng, ledger = random.Random(load.seed), Ledger()
-    start = time.perf_counter()
-    async with asyncio.TaskGroup() as tasks:
-        for index, at in enumerate(arrivals(load.rate, load.seconds, rng)):
-            await asyncio.sleep(max(0.0, start + at - time.perf_counter()))
-            tasks.create_task(_one(load, index, rng, ledger))
-    return Report(ledger, time.perf_counter() - start)
+    times = arrivals(load.rate, load.seconds, rng)
+    start, was_interrupted = time.perf_counter(), False
+    with tqdm(total=len(times), desc="load", unit="conversation", disable=None if progress else True) as bar:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for index, at in enumerate(times):
+                    await asyncio.sleep(max(0.0, start + at - time.perf_counter()))
+                    tasks.create_task(_converse(load, index, rng, ledger, start)).add_done_callback(
+                        lambda _: _show(bar, ledger)
+                    )
+        except asyncio.CancelledError:
+            was_interrupted = True
+    return Report(ledger, time.perf_counter() - start, was_interrupted)
+
+
+def _show(bar: "tqdm[Any]", ledger: Ledger) -> None:
+    bar.set_postfix({str(outcome): count for outcome in Outcome if (count := ledger.count(outcome))}, refresh=False)
+    bar.update()
 
 
 async def idle_after(url: str, key: str | None = None, patience_s: float = 30.0) -> float:
@@ -80,25 +120,38 @@ async def idle_after(url: str, key: str | None = None, patience_s: float = 30.0)
     return inf
 
 
-async def _one(load: Load, index: int, rng: random.Random, ledger: Ledger) -> None:
-    request_id = f"{load.seed}-{index}"
-    url = f"{load.url}/v1/completions"
-    request = request_bytes(url, _body(load, index), load.key)
+async def _converse(load: Load, index: int, rng: random.Random, ledger: Ledger, start: float) -> None:
+    """The turns of one conversation, each after the answer to the one before, as long as the answers are complete."""
+    messages: list[dict[str, str]] = []
+    for number, turn in enumerate(load.prompts[index % len(load.prompts)]):
+        messages.append({"role": "user", "content": turn})
+        asked = {"messages": messages} if load.is_chat else {"prompt": turn}
+        ending = await _one(load, f"{load.seed}-{index}-{number}", _body(load, index) | asked, rng, ledger, start)
+        if ending.outcome is not Outcome.COMPLETE:
+            return
+        messages.append({"role": "assistant", "content": ending.text})
+
+
+async def _one(
+    load: Load, request_id: str, body: dict[str, Any], rng: random.Random, ledger: Ledger, start: float
+) -> Ending:
+    url = f"{load.url}/v1/{'chat/' if load.is_chat else ''}completions"
+    request = request_bytes(url, body, load.key)
     cut_at = rng.randrange(_longest(load, request)) if rng.random() < load.cut_share else None
     pace = 1.0 if rng.random() < load.slow_share else None
     ledger.begin(request_id)
-    ledger.end(request_id, ending_of(await exchange(url, request, 2 * load.timeout_s, cut_at, pace)))
+    sent = time.perf_counter()
+    ending = Ending(Outcome.ABORTED, None, 0.0)
+    try:
+        ending = ending_of(await exchange(url, request, 2 * load.timeout_s, cut_at, pace))
+    finally:  # also of a request that is cancelled
+        ending = replace(ending, sent_s=sent - start)
+        ledger.end(request_id, ending)
+    return ending
 
 
 def _body(load: Load, index: int) -> dict[str, Any]:
-    body = {
-        "prompt": load.prompt,
-        "max_tokens": load.max_tokens,
-        "seed": index,
-        "temperature": 1.0,
-        "ignore_eos": True,
-        "timeout": load.timeout_s,
-    }
+    body = {"max_tokens": load.max_tokens, "seed": index, "timeout": load.timeout_s, **load.options}
     return body | {"stream": True, "stream_options": {"include_usage": True}} if load.stream else body
 
 

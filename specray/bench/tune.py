@@ -17,10 +17,10 @@ import yaml
 from specray.bench import machine
 from specray.bench.command import DEFAULT_DRAFTER
 from specray.bench.measure import Record, Settings
+from specray.bench.plots import save_tree_plot
 from specray.bench.prompts import Prompt, by_category, load_prompts
 from specray.bench.report import ALL, speed_ratios, summarise
 from specray.bench.session import Session
-from specray.bench.tune_plot import save_plot
 from specray.bench.variants import PLAIN, parse_method, tree_name, with_tree
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.errors import ConfigError
@@ -222,7 +222,7 @@ def write_files(folder: Path, outcome: Outcome, config: EngineConfig, settings: 
     trees = {
         candidate.tree: {size: candidate.ratio(size) for size in candidate.ratios} for candidate in outcome.ranking
     }
-    if save_plot(folder / "tune.png", trees, f"{outcome.best.speculative.algorithm} / plain decoding"):
+    if save_tree_plot(folder / "tune.png", trees, f"{outcome.best.speculative.algorithm} / plain decoding"):
         written.append("tune.png")
     else:
         print("no plot: matplotlib is not installed; run `pip install specray[train]` for one", file=sys.stderr)

@@ -2,12 +2,18 @@
 
 import asyncio
 import json
+import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count, pairwise
+from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -15,14 +21,21 @@ from specray.bench.exchange import exchange, request_bytes
 from specray.bench.open_loop import arrivals
 from specray.cli import main as cli
 from specray.cli.arguments import KEY_VARIABLE
+from tests.support.processes import wait_until
 
 Reply = tuple[int, dict[str, str], bytes]
 IDLE = b"specray_num_requests_running 0.0\nspecray_kv_cache_usage_perc 0.0\n"
 
 
+Answer = Callable[[int, str | None], Reply | Iterator[tuple[float, Any]]]
+
+
 @contextmanager
-def serving(answer: Callable[[int, str | None], Reply], metrics_status: int = 200) -> Iterator[str]:
-    """A server that answers its nth request, with an idle engine's metrics."""
+def serving(answer: Answer, metrics_status: int = 200, bodies: list[Any] | None = None) -> Iterator[str]:
+    """A server that answers its nth request, with an idle engine's metrics.
+
+    An answer is a reply, or the events of a stream, each after some seconds. The requests are added to `bodies`.
+    """
     numbers = count()
 
     class Handler(BaseHTTPRequestHandler):
@@ -32,8 +45,29 @@ def serving(answer: Callable[[int, str | None], Reply], metrics_status: int = 20
             self.reply(metrics_status, {}, IDLE)
 
         def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["content-length"]))
-            self.reply(*answer(next(numbers), self.headers.get("authorization")))
+            body = self.rfile.read(int(self.headers["content-length"]))
+            if bodies is not None:
+                bodies.append(json.loads(body))
+            reply = answer(next(numbers), self.headers.get("authorization"))
+            if isinstance(reply, tuple):
+                self.reply(*reply)
+            else:
+                self.stream(reply)
+
+        def stream(self, events: Iterator[tuple[float, Any]]) -> None:
+            self.send_response(200)
+            self.send_header("content-type", "text/event-stream")
+            self.send_header("transfer-encoding", "chunked")
+            self.end_headers()
+            with suppress(ConnectionError):
+                for pause, event in events:
+                    time.sleep(pause)
+                    self.send_chunk(b"data: " + json.dumps(event).encode() + b"\n\n")
+                self.send_chunk(b"data: [DONE]\n\n")
+                self.send_chunk(b"")
+
+        def send_chunk(self, data: bytes) -> None:
+            self.wfile.write(b"%x\r\n%b\r\n" % (len(data), data))
 
         def reply(self, status: int, headers: dict[str, str], body: bytes) -> None:
             self.send_response(status)
@@ -70,25 +104,117 @@ def silent(number: int, key: str | None) -> Reply:
     return 200, {"content-type": "text/event-stream"}, b'data: {"choices": []}\n\n'
 
 
+def chunks(_number: int, _: str | None) -> Iterator[tuple[float, Any]]:
+    """An opening without text, the first token after 0.1 s, two more together after 0.1 s, and two after 0.2 s."""
+    yield 0.0, {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
+    for pause, text in ((0.1, "a"), (0.1, "bc"), (0.2, "de")):
+        yield pause, {"choices": [{"index": 0, "delta": {"content": text}}]}
+    yield 0.0, {"choices": [], "usage": {"completion_tokens": 5}}
+
+
 ARGUMENTS = ["load", "--rate", "100", "--seconds", "0.3", "--whole"]
+
+
+def figures(output: str) -> dict[str, list[str]]:
+    """The cells of each row that is printed, by its first cell."""
+    rows = [line.strip("|").split("|") for line in output.splitlines() if line.startswith("|")]
+    return {name.strip(): [cell.strip() for cell in cells] for name, *cells in rows}
 
 
 def test_every_request_is_counted_once(capsys: pytest.CaptureFixture[str]) -> None:
     with serving(good) as url:
         assert cli.main([*ARGUMENTS, "--url", url]) == 0
-    cells = [line.strip("|").split("|") for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-    figures = {name.strip(): value.strip() for name, value in cells}
-    sent = int(figures["sent"])
+    seen = figures(capsys.readouterr().out)
+    sent = int(seen["sent"][0])
     assert sent > 10
-    assert (int(figures["complete"]), int(figures["refused"])) == (-(-sent // 2), sent // 2)
-    assert int(figures["status 200"]) + int(figures["status 429"]) == sent
-    assert figures["refusal p99"].endswith(" ms")
+    assert (int(seen["complete"][0]), int(seen["refused"][0])) == (-(-sent // 2), sent // 2)
+    assert int(seen["status 200"][0]) + int(seen["status 429"][0]) == sent
+    assert seen["refusal p99"][0].endswith(" ms")
+    assert seen["whole request"][0] == seen["complete"][0]
 
 
-def test_a_stream_without_an_end_is_a_violation(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stream_without_an_end_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
     with serving(silent) as url:
         assert cli.main([*ARGUMENTS, "--url", url]) == 1
-    assert "the stream stopped without [DONE] or an error" in capsys.readouterr().out
+    assert "the stream stopped without [DONE] or an error" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("status", [400, 404, 500])
+def test_requests_that_end_with_an_error_are_a_failure(status: int, capsys: pytest.CaptureFixture[str]) -> None:
+    error = {"error": {"message": "no such model"}}, {"content-type": "application/json"}
+    with serving(lambda *_: (status, error[1], json.dumps(error[0]).encode())) as url:
+        assert cli.main([*ARGUMENTS, "--url", f"{url}/v1/"]) == 1
+    shown = capsys.readouterr()
+    sent = figures(shown.out)["error"][0]
+    assert f"error: {sent} of {sent} requests failed: {sent} x status {status}: no such model" in shown.err
+
+
+def test_a_server_that_refuses_everything_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(lambda *_: good(1, None)) as url:
+        assert cli.main([*ARGUMENTS, "--url", url]) == 1
+    assert "the server refused all" in capsys.readouterr().err
+
+
+def test_a_server_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(good) as url:
+        pass
+    assert cli.main([*ARGUMENTS, "--url", url]) == 2
+    assert f"no server answers at {url}" in capsys.readouterr().err
+
+
+def test_latencies_are_those_of_the_streams_chunks(tmp_path: Path) -> None:
+    """A step may generate several tokens, which come in one chunk."""
+    out, plot = tmp_path / "new" / "load.json", tmp_path / "load.png"
+    with serving(chunks) as url:
+        arguments = ["load", "--rate", "20", "--seconds", "0.5", "--url", url, "--json", str(out), "--plot", str(plot)]
+        assert cli.main(arguments) == 0
+    found = json.loads(out.read_text())
+    medians = {name: quantiles["p50"] for name, quantiles in found["latency_s"].items()}
+    assert medians["first token"] == pytest.approx(0.1, abs=0.05)
+    assert medians["between tokens"] == pytest.approx(0.3 / 4, abs=0.03)
+    assert {round(gap, 1) for each in found["each"] for gap in gaps(each["token_times"])} == {0.1, 0.2}
+    assert medians["whole request"] == pytest.approx(0.4, abs=0.1)
+    assert found["requests"]["complete"] == found["requests"]["sent"] == len(found["each"])
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def gaps(times: list[float]) -> list[float]:
+    return [after - before for before, after in pairwise(times)]
+
+
+def test_the_turns_of_a_data_set_follow_the_answers(tmp_path: Path) -> None:
+    rows = [{"turns": ["one", "two"]}, {"prompt": "three"}]
+    (tmp_path / "set.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    bodies: list[Any] = []
+    with serving(lambda *_: good(0, None), bodies=bodies) as url:
+        options = ["--dataset", str(tmp_path / "set.jsonl"), "--turns", "2", "--model", "m"]
+        assert cli.main([*ARGUMENTS, "--url", url, *options]) == 0
+    asked = {json.dumps([message["content"] for message in body["messages"]]) for body in bodies}
+    assert asked == {'["one"]', '["one", "abc", "two"]', '["three"]'}
+    assert {body["model"] for body in bodies} == {"m"}
+
+
+def test_ctrl_c_ends_the_open_requests_and_prints_the_figures_so_far() -> None:
+    bodies: list[Any] = []
+
+    def slow(number: int, _: str | None) -> Reply | Iterator[tuple[float, Any]]:
+        return iter([(0.0, {"choices": []}), (20.0, {})]) if number else good(0, None)
+
+    with serving(slow, bodies=bodies) as url:
+        command = [sys.executable, "-m", "specray.cli.main", "load", "--rate", "20", "--seconds", "30", "--url", url]
+        load = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        try:
+            wait_until(lambda: len(bodies) >= 3, seconds=30)
+            load.send_signal(signal.SIGINT)
+            out, err = load.communicate(timeout=10)
+        finally:
+            load.kill()
+    assert load.returncode == 130
+    assert err.endswith("interrupted\n")
+    assert "Traceback" not in err
+    seen = figures(out)
+    assert int(seen["sent"][0]) == int(seen["complete"][0]) + int(seen["aborted"][0])
+    assert int(seen["aborted"][0]) >= 2
 
 
 def test_the_key_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:

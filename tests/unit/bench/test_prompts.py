@@ -31,7 +31,9 @@ def test_evaluation_sets_load(name: str) -> None:
         ("{", "line 2 is not JSON"),
         ('{"id": 1, "turns": []}', "line 2: turns"),
         ('{"id": 1, "turns": [""]}', "line 2: turns.0"),
-        ('{"turns": ["x"]}', "line 2: id"),
+        ('{"id": 1}', "line 2: turns"),
+        ('{"id": 1, "prompt": 7}', "line 2: turns.0"),
+        ('{"id": 1, "messages": [{"role": "system", "content": "x"}]}', "line 2: turns"),
         ("[]", "line 2: the line"),
     ],
 )

@@ -90,7 +90,7 @@ def test_an_overloaded_server_refuses_the_excess_without_spending_steps_on_it(se
     async def scenario() -> None:
         options = {"max_running_requests": 2, "max_queued_requests": 4, "server": {"lease_s": LEASE_S}}
         async with serve(step_s=0.01, **options) as server, listening(server) as url:
-            report = await run(Load(url, 200.0, 1.5, max_tokens=30, prompt="hi", timeout_s=30.0))
+            report = await run(Load(url, 200.0, 1.5, max_tokens=30, prompts=[["hi"]], timeout_s=30.0))
             ledger = report.ledger
             assert not ledger.violations()
             assert ledger.count(Outcome.COMPLETE) + ledger.count(Outcome.REFUSED) == ledger.num_begun
