@@ -1,6 +1,7 @@
 """The budget that generates the most tokens per second under the costs and acceptance measured so far."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +24,9 @@ DRAFTER_OFF_AFTER = 4  # steps without drafts until the drafter is no longer cal
 MOST_STEP_DRAFTS = 1024  # without a configured limit
 STEPS_PER_SAVE, FIRST_SAVES = 1024, (64, 256)  # of the costs, in steps that were timed
 STEPS_PER_UPDATE = 16  # of what was learnt from trees; every step, it would take as long as all other choices
+# Steps without drafts of a draft model, after which what was learnt of it counts no more: requests may accept more than
+# those that turned it off, and while it reads no prompts, nothing else shows that. Doubles while drafts do not pay.
+FORGET_AFTER, FORGET_AFTER_MOST = 2048, 16384
 LEAST_SCORE = 1e-6  # asks for scores, and keeps every node
 # A step with drafts counts as this many times its measured time, so that plain decoding wins what is within the noise.
 DRAFTING_MARGIN = 1.02
@@ -38,6 +42,14 @@ class LastBest(NamedTuple):
     are_read: list[bool]  # by a draft model, see RequestAcceptance.is_read
     num_drafts: list[int]
     min_scores: list[float]
+
+
+@dataclass(slots=True)
+class Disuse:
+    """Steps in a row in which requests of a draft model had no drafts, and after how many it is tried anew."""
+
+    num_steps: int = 0
+    limit: int = FORGET_AFTER
 
 
 class AutoBudget:
@@ -62,6 +74,7 @@ class AutoBudget:
         self._num_steps = 0
         self._trials = Trials()
         self._num_without_drafts = 0  # steps in a row
+        self._disuse: dict[str, Disuse] = {}  # like _scores
         self._num_timed = 0
 
     def shares(self, requests: Sequence[Drafting], num_reading: int = 0) -> Shares:
@@ -83,6 +96,7 @@ class AutoBudget:
                 num_drafts[place], min_scores[place] = self._whole_tree(request), LEAST_SCORE
         num_drafts = equal_shares(num_drafts, self._most)
         self._num_without_drafts = 0 if any(num_drafts) else self._num_without_drafts + 1
+        self._forget_unused(requests, num_drafts)
         trial = self._trials.next(len(requests), drafts=any(num_drafts))
         if trial is Trial.NO_DRAFTS:
             # Calling the drafter does not change the target's time, and later drafts need what it reads meanwhile.
@@ -102,7 +116,31 @@ class AutoBudget:
         if self._num_without_drafts <= DRAFTER_OFF_AFTER:
             return True
         together, margin = num_requests + num_reading, DRAFTING_MARGIN + UNREAD_MARGIN
-        return num_reading > 0 and any(self._best_cut(name, together, together, margin)[0] for name in self._scores)
+        return num_reading > 0 and any(
+            acceptance.num_trees < NUM_FIRST_TREES or self._best_cut(name, together, together, margin)[0]
+            for name, acceptance in self._scores.items()
+        )
+
+    def _forget_unused(self, requests: Sequence[Drafting], num_drafts: Sequence[int]) -> None:
+        """Let draft models that have not drafted for long show anew what is accepted, with the next requests."""
+        for name, acceptance in self._scores.items():
+            counts = [
+                count
+                for request, count in zip(requests, num_drafts, strict=True)
+                if request.most and request.acceptance.drafter == name
+            ]
+            disuse = self._disuse.setdefault(name, Disuse())
+            if any(counts):
+                is_chosen = acceptance.num_trees >= NUM_FIRST_TREES
+                self._disuse[name] = Disuse(limit=FORGET_AFTER if is_chosen else disuse.limit)
+            elif counts:
+                disuse.num_steps += 1
+            if disuse.num_steps >= disuse.limit:
+                self._disuse[name] = Disuse(limit=min(2 * disuse.limit, FORGET_AFTER_MOST))
+                self._scores[name] = ScoreAcceptance()
+                self._new_trees.pop(name, None)
+                self._cuts.clear()
+                self._last_best = None
 
     def record_tree(
         self, request: RequestAcceptance, num_drafts: int, accepted_nodes: Sequence[int], scores: Sequence[float] = ()

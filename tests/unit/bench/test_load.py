@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count, pairwise
 from pathlib import Path
@@ -202,7 +203,8 @@ def test_ctrl_c_ends_the_open_requests_and_prints_the_figures_so_far() -> None:
 
     with serving(slow, bodies=bodies) as url:
         command = [sys.executable, "-m", "specray.cli.main", "load", "--rate", "20", "--seconds", "30", "--url", url]
-        load = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # background jobs of shells ignore it
+        load = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
         try:
             wait_until(lambda: len(bodies) >= 3, seconds=30)
             load.send_signal(signal.SIGINT)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 
 from specray.engine.draft_budget.acceptance import MAX_UNREAD_TOKENS, SURE_AFTER, RequestAcceptance
-from specray.engine.draft_budget.auto import AutoBudget
+from specray.engine.draft_budget.auto import FORGET_AFTER, AutoBudget
 from specray.engine.draft_budget.budget import DraftBudget, Drafting, Shares
 from specray.engine.draft_budget.costs import KNOWN_AFTER, StepCosts, StepShape
 from specray.engine.draft_budget.static import StaticBudget
@@ -405,3 +405,29 @@ def test_equal_shares_go_to_those_that_want_drafts() -> None:
         0,
         4,
     ]
+
+
+def test_requests_that_accept_drafts_get_them_again_after_those_that_accept_none() -> None:
+    """A draft model that is turned off reads no prompts, so that its trees show nothing, however good they became."""
+    machine, budget, random = MACHINES["cpu"], AutoBudget(None), Random(0)
+    scores = [0.8, 0.7, 0.5, 0.4, 0.3, 0.2]
+
+    def share_of_steps_with_drafts(rate: float, num_steps: int) -> float:
+        """In the second half of the steps, of one request after another, each of 50 tokens after its prompt."""
+        num_with_drafts, request = 0, RequestAcceptance()
+        for step in range(num_steps):
+            if step % 50 == 0:
+                request = RequestAcceptance()
+            [count], feeds, _ = budget.shares([Drafting(len(scores), request, is_reading=step % 50 == 0)])
+            if not feeds:
+                request.num_unread_tokens += 20 if step % 50 == 0 else 1
+            accepted = next((node for node in range(count) if random.random() >= rate), count)
+            budget.record_tree(request, count, range(1, accepted + 1), scores[:count])
+            shape = StepShape(1, count, count)
+            budget.record_step(shape, *machine.seconds(shape))
+            num_with_drafts += count > 0 and step >= num_steps // 2
+        return 2 * num_with_drafts / num_steps
+
+    assert share_of_steps_with_drafts(0.02, 3000) < 0.1
+    assert share_of_steps_with_drafts(0.9, 2 * FORGET_AFTER + 400) > 0.9
+    assert share_of_steps_with_drafts(0.02, 20_000) < 0.05, "trying costs little"
