@@ -49,7 +49,7 @@ def build(args: AppConfig) -> Application:
     if not absent_models(args):
         from specray.spec_decode.model_files import check_model_files  # loads torch, which takes seconds
 
-        check_model_files(args.engine)
+        check_model_files(args.engine, uses_sampling_defaults=args.server.generation_config == "auto")
     return application(args)
 
 

@@ -77,6 +77,11 @@ class ServerConfig(Options):
     default_max_tokens: int | None = Field(
         None, ge=1, le=10_000_000, description="max_tokens of chat requests that set none; null fills the context."
     )
+    generation_config: Literal["auto", "none"] = Field(
+        "auto",
+        description="Defaults of temperature, top_p, top_k, min_p and repetition_penalty: auto takes those of the "
+        "model's generation_config.json, none the API's own.",
+    )
     tool_call_parser: ToolCallParserName | None = Field(
         None, description="Format in which the model writes tool calls; null recognizes it by the chat template."
     )

@@ -46,7 +46,7 @@ def add_engine_routes(app: FastAPI, service: Service) -> None:
     @app.get("/get_model_info")
     @app.get("/model_info", include_in_schema=False)
     async def model_info() -> Json:
-        return service.model_info()
+        return await service.model_info()
 
     @app.get("/server_info")
     @app.get("/get_server_info", include_in_schema=False)

@@ -117,6 +117,12 @@ class GenerateRequest(RequestOptions):
         assert prompt is not None
         return prompt
 
+    def with_defaults(self, defaults: Mapping[str, float | int]) -> Self:
+        """The same with the model's own default for each sampling option that is absent."""
+        own = self.sampling_params
+        each = [options.with_defaults(defaults) for options in (own if isinstance(own, list) else [own])]
+        return self.model_copy(update={"sampling_params": each if isinstance(own, list) else each[0]})
+
     @property
     def has_own_params(self) -> bool:
         """Whether each prompt has its own sampling options, and its own random seed if they have none."""

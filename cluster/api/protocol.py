@@ -153,6 +153,10 @@ class Sampling(Body):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
 
+    def with_defaults(self, defaults: Mapping[str, float | int]) -> Self:
+        """The same with the model's own default for each option that is absent."""
+        return self.model_copy(update={name: v for name, v in defaults.items() if getattr(self, name) is None})
+
     def _params(self, **own: object) -> SamplingParams:
         """Sampling options from these fields and a dialect's own. None selects the default."""
         fields = {name: getattr(self, name) for name in Sampling.model_fields} | own

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Response
@@ -43,6 +44,7 @@ from cluster.routing.rollout import DrafterRollout
 from cluster.routing.router_pool import DRAINING, RouterPool
 from specray.engine.request import EngineRequest
 from specray.metrics import Snapshot
+from specray.models.tokenizer import sampling_defaults
 from specray.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -68,6 +70,7 @@ class Service:
         self._load = load
         self._loading = asyncio.Lock()
         self._tokenization: Tokenization | None = None
+        self._sampling_defaults: Mapping[str, float | int] = {}  # set with it
         self._grammar_check = GrammarCheck()
         self.text_pool = TextPool()
         self.tracer = make_tracer(config.server.otlp_traces_endpoint)
@@ -126,6 +129,7 @@ class Service:
     async def completion(self, body: CompletionRequest, tenant: str) -> Response:
         self.check_model(body.model)
         tokenization, timeout_s = await self._admit(body.timeout)
+        body = body.with_defaults(self._sampling_defaults)
         params = seeded(body.sampling())
         add_special, truncation = body.add_special_tokens is not False, self._truncation(body, params)
         token_ids = await self.text_pool.run(tenant, tokenization.prompts, body.prompt, add_special, truncation)
@@ -141,6 +145,7 @@ class Service:
     async def generate(self, body: GenerateRequest, tenant: str) -> Response:
         self.check_model(body.model)
         tokenization, timeout_s = await self._admit(body.timeout)
+        body = body.with_defaults(self._sampling_defaults)
         params = body.sampling()
         is_list = body.prompt.is_batch or params[0].n > 1
         params = [seeded(options) for options in params] if body.has_own_params else [seeded(params[0])] * len(params)
@@ -213,9 +218,10 @@ class Service:
             "max_model_len": info.context_length if info else self.config.context_length,
         }
 
-    def model_info(self) -> Json:
+    async def model_info(self) -> Json:
         """SGLang's /get_model_info."""
         info = self._info()
+        await self._ready()
         return {
             "model_path": self.config.model,
             "tokenizer_path": self.config.model,
@@ -224,6 +230,7 @@ class Service:
             "max_model_len": info.context_length,
             "vocab_size": info.vocab_size,
             "eos_token_ids": info.eos_token_ids,
+            "preferred_sampling_params": dict(self._sampling_defaults),
         }
 
     def capabilities(self) -> Json:
@@ -256,6 +263,7 @@ class Service:
     ) -> Response:
         """Answer a conversation in the dialect of `make_reply`."""
         tokenization, timeout_s = await self._admit(request.timeout)
+        request = request.with_defaults(self._sampling_defaults)
         chat = await self.text_pool.run(tenant, prepare_chat, request, tokenization, self.config.server)
         truncation = self._truncation(request, chat.params)
         chat = chat._replace(token_ids=truncation.of(chat.token_ids), params=seeded(chat.params))
@@ -324,7 +332,10 @@ class Service:
         info = self._info()
         async with self._loading:
             if self._tokenization is None:
-                self._tokenization = await asyncio.to_thread(self._load, info.context_length)
+                tokenization = await asyncio.to_thread(self._load, info.context_length)
+                if self.config.server.generation_config == "auto":
+                    self._sampling_defaults = sampling_defaults(Path(tokenization.folder))
+                self._tokenization = tokenization
         return self._tokenization
 
     def _truncation(self, body: OpenAIRequest, params: SamplingParams) -> Truncation:

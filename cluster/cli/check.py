@@ -95,7 +95,8 @@ def find_files(app: AppConfig) -> None:
     """
     from specray.spec_decode.model_files import check_model_files
 
-    check_model_files(app.engine, progress=True)
+    uses_defaults = app.server.generation_config == "auto"
+    check_model_files(app.engine, progress=True, uses_sampling_defaults=uses_defaults)
 
 
 def load(path: Path) -> Json:

@@ -1,4 +1,4 @@
-"""Loads a model's tokenizer and renders chat messages as token ids.
+"""Loads a model's tokenizer, its end tokens and sampling defaults, and renders chat messages as token ids.
 
 Only the chat template may write special tokens; in a message they are plain text. Incremental decoding is in
 `specray.engine.detokenizer`.
@@ -20,6 +20,7 @@ from tokenizers import Encoding, Tokenizer
 
 from specray.errors import ConfigError, InvalidRequestError
 from specray.models.template_limits import MAX_CPU_S, TemplateLimitError, check_length, cpu_limit
+from specray.sampling_params import make_sampling_params
 
 if TYPE_CHECKING:  # its import takes half a second, also in commands that load no tokenizer
     from transformers import PreTrainedTokenizerFast
@@ -63,6 +64,24 @@ def eos_token_ids(folder: Path, tokenizer: "PreTrainedTokenizerFast") -> list[in
             f"eos_token_id {wrong} of {folder} is not in its vocabulary of {len(tokenizer)}; correct config.json"
         )
     return sorted(set(ids))
+
+
+_SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def sampling_defaults(folder: Path) -> dict[str, float | int]:
+    """The sampling options that the checkpoint's authors want: those of vLLM and SGLang in generation_config.json.
+
+    ConfigError for one that no request could have.
+    """
+    path = folder / "generation_config.json"
+    content = _read_json(path)
+    defaults = {name: content[name] for name in _SAMPLING_DEFAULTS if content.get(name) is not None}
+    try:
+        make_sampling_params(**defaults)
+    except InvalidRequestError as error:
+        raise ConfigError(f"{path}: {error}; correct it, or set server.generation_config: none") from error
+    return defaults
 
 
 def chat_template(tokenizer: "PreTrainedTokenizerFast") -> str:

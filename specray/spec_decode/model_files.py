@@ -8,7 +8,7 @@ from specray.config import EngineConfig
 from specray.layers.parallel import RankGroup
 from specray.models.files import resolve_model
 from specray.models.registry import check_ranks, context_length, load_config, shape_of
-from specray.models.tokenizer import eos_token_ids, load_tokenizer
+from specray.models.tokenizer import eos_token_ids, load_tokenizer, sampling_defaults
 from specray.models.weights import WeightReader
 from specray.ops.inductor import check_inductor_if_used
 from specray.spec_decode import method_of
@@ -16,14 +16,18 @@ from specray.spec_decode.drafter import TargetFiles
 from specray.spec_decode.fr_spec import configured_token_map
 
 
-def check_model_files(config: EngineConfig, *, progress: bool = False) -> None:
+def check_model_files(config: EngineConfig, *, progress: bool = False, uses_sampling_defaults: bool = False) -> None:
     """ConfigError if the target's files cannot be used as configured, or a drafter's do not fit the target.
+
+    With `uses_sampling_defaults` also if its generation_config.json has options that no request could have.
 
     Fetches or converts the models where necessary.
     """
     if config.enable_torch_compile:
         check_inductor_if_used(config.device)
     target = _read_target(config, progress)
+    if uses_sampling_defaults:
+        sampling_defaults(target.folder)
     for member in config.speculative.members.values():
         assert member.algorithm is not None
         method_of(member.algorithm).check_files(member, target)
