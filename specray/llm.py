@@ -1,46 +1,53 @@
 """Offline inference in this process, without Ray: `LLM(...).generate(prompts)`."""
 
-from collections.abc import Sequence
-from dataclasses import replace
-from itertools import count
-from typing import Any, Self
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from difflib import get_close_matches
+from itertools import count, repeat
+from reprlib import repr as short_repr
+from typing import Any, Self, SupportsIndex, cast
 
 from tqdm import tqdm
 
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.engine.engine import Engine
 from specray.engine.request import EngineRequest
-from specray.errors import EngineDeadError, InvalidRequestError, QueueFullError
+from specray.errors import ConfigError, EngineDeadError, InvalidRequestError, QueueFullError
 from specray.models.files import resolve_model
 from specray.models.target_model import TargetModel
-from specray.models.tokenizer import load_tokenizer
+from specray.models.tokenizer import NO_VARIABLES, Message, load_tokenizer, render_chat, sampling_defaults
 from specray.outputs import Completion, FinishReason, Generation, RequestOutput
-from specray.sampling_params import SamplingParams, choice_seed, fresh_seed
+from specray.sampling_params import SamplingParams, choice_seed, fresh_seed, make_sampling_params
 from specray.spec_decode.drafter import Drafter
 from specray.step import UNLIMITED, DraftLimit
 from specray.worker.local import LocalExecutor
 
+Prompt = str | Sequence[int]  # a text or token ids
+Params = SamplingParams | Mapping[str, Any]
+
 
 class LLM:
-    """An engine with one model. Options are those of EngineConfig.
+    """An engine with one model, by name or as an EngineConfig. Options are those of EngineConfig.
 
-    >>> LLM(model="smollm2-135m-instruct").generate(["Once upon a time"])[0].choices[0].text
+    >>> LLM("smollm2-135m-instruct").generate("Once upon a time")[0].choices[0].text
 
     `drafter` replaces the configured drafting method.
     """
 
     def __init__(
         self,
-        config: EngineConfig | None = None,
+        model: str | EngineConfig | None = None,
         *,
         progress: bool = False,
         drafter: Drafter | None = None,
         _model: TargetModel | None = None,
         **options: Any,
     ) -> None:
-        self.config = config or EngineConfig(**options)
+        self.config = _config_of(model, options)
         folder = resolve_model(self.config.model, self.config.revision, self.config.load_format, progress=progress)
         self.tokenizer = load_tokenizer(folder)
+        self._sampling_defaults = sampling_defaults(folder)
         self._executor = LocalExecutor(self.config, progress=progress, drafter=drafter, model=_model)
         self.engine = Engine(self.config, self._executor, self.tokenizer.backend_tokenizer)
         self._ids = count()
@@ -52,35 +59,49 @@ class LLM:
 
     def generate(
         self,
-        prompts: Sequence[str | Sequence[int]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params | Sequence[Params] | None = None,
         *,
         cache_salt: str = "",
         draft_limits: Sequence[DraftLimit] | None = None,
-        predictions: Sequence[str | Sequence[int]] | None = None,
+        predictions: Prompt | Sequence[Prompt] | None = None,
         progress: bool = False,
     ) -> list[Generation]:
-        """Complete all prompts (text or token ids), in order; `draft_limits` has one entry per prompt.
+        """Complete one prompt (a text or token ids) or several, in order; `draft_limits` has one entry per prompt.
 
-        So has `predictions`: expected outputs, which are drafted while the output agrees with them.
+        So has `predictions`: expected outputs, which are drafted while the output agrees with them. Without `params`,
+        the options are `default_params`; a dict names options of SamplingParams.
 
         InvalidRequestError if one of the prompts is invalid; then none is run.
         """
-        all_params = self._params_for(prompts, params)
-        token_ids = [self._tokens(prompt) for prompt in prompts]
-        generations = [Generation(list(ids), []) for ids in token_ids]
-        choices: dict[str, Completion] = {}
-        requests = []
-        hints = zip(draft_limits or [UNLIMITED] * len(prompts), predictions or [()] * len(prompts), strict=True)
-        for generation, ids, options, (limit, predicted) in zip(generations, token_ids, all_params, hints, strict=True):
-            expected = self._tokens(predicted, add_special_tokens=False)
-            for request, completion in self._choices(ids, options, cache_salt, limit, expected):
-                generation.choices.append(completion)
-                choices[request.request_id] = completion
-                requests.append(request)
-        self._check(requests)
-        self._run(requests, choices, progress)
-        return generations
+        token_ids = [self._tokens(prompt) for prompt in _listed(prompts, "prompts")]
+        expected = [self._tokens(text, add_special_tokens=False) for text in _listed(predictions or [], "predictions")]
+        return self._generate(token_ids, params, cache_salt, draft_limits, expected, progress)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: Params | Sequence[Params] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Message] = (),
+        chat_template_kwargs: Mapping[str, Any] = NO_VARIABLES,
+        progress: bool = False,
+    ) -> list[Generation]:
+        """Answer one conversation, a list of messages with `role` and `content`, or a list of conversations.
+
+        `chat_template_kwargs` are variables of the chat template, such as enable_thinking. Errors as for `generate`.
+        """
+        token_ids = [
+            render_chat(self.tokenizer, conversation, add_generation_prompt, tools, chat_template_kwargs)
+            for conversation in _conversations(messages)
+        ]
+        return self._generate(token_ids, params, "", None, [], progress)
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """SamplingParams with the defaults of the model's generation_config.json."""
+        return make_sampling_params(**self._sampling_defaults)
 
     def close(self) -> None:
         self._executor.close()
@@ -91,19 +112,50 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _params_for(
-        self, prompts: Sequence[object], params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> Sequence[SamplingParams]:
-        if params is None or isinstance(params, SamplingParams):
-            return [params or SamplingParams()] * len(prompts)
-        if len(params) != len(prompts):
-            raise InvalidRequestError(f"{len(prompts)} prompts have {len(params)} params; pass one for each", "params")
-        return params
+    def _generate(
+        self,
+        token_ids: list[list[int]],
+        params: Params | Sequence[Params] | None,
+        cache_salt: str,
+        draft_limits: Sequence[DraftLimit] | None,
+        predictions: list[list[int]],
+        progress: bool,
+    ) -> list[Generation]:
+        all_params = self._params_for(len(token_ids), params)
+        for name, length in (("draft_limits", len(draft_limits or ())), ("predictions", len(predictions))):
+            if length not in (0, len(token_ids)):
+                raise InvalidRequestError(f"{len(token_ids)} prompts have {length} {name}; pass one for each", name)
+        generations = [Generation(list(ids), []) for ids in token_ids]
+        choices: dict[str, Completion] = {}
+        requests = []
+        hints = zip(draft_limits or repeat(UNLIMITED), predictions or repeat([]), strict=False)
+        for generation, ids, options, (limit, expected) in zip(generations, token_ids, all_params, hints, strict=False):
+            for request, completion in self._choices(ids, options, cache_salt, limit, expected):
+                generation.choices.append(completion)
+                choices[request.request_id] = completion
+                requests.append(request)
+        self._check(requests)
+        self._run(requests, choices, progress)
+        return generations
 
-    def _tokens(self, text: str | Sequence[int], add_special_tokens: bool = True) -> list[int]:
-        if isinstance(text, str):
-            return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
-        return list(text)
+    def _params_for(self, num_prompts: int, params: Params | Sequence[Params] | None) -> list[SamplingParams]:
+        if params is None:
+            return [self.default_params] * num_prompts
+        if isinstance(params, SamplingParams | Mapping):
+            return [_params(params)] * num_prompts
+        if isinstance(params, str) or not isinstance(params, Sequence):
+            raise _wrong_type("params", params, "SamplingParams, a dict of its options, or a list with one per prompt")
+        if len(params) != num_prompts:
+            raise InvalidRequestError(f"{num_prompts} prompts have {len(params)} params; pass one for each", "params")
+        return [_params(each) for each in params]
+
+    def _tokens(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
+        if isinstance(prompt, str):
+            return list(self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
+        try:
+            return [operator.index(token) for token in prompt]
+        except TypeError:
+            raise _wrong_type("a prompt", prompt, "a text or a list of token ids") from None
 
     def _choices(
         self,
@@ -170,3 +222,50 @@ def _collect(completion: Completion, output: RequestOutput) -> None:
         completion.prompt_logprobs = output.prompt_logprobs
     if output.finish_reason is FinishReason.ERROR:
         raise EngineDeadError(f"{output.request_id}: {output.error}")
+
+
+def _config_of(model: str | EngineConfig | None, options: dict[str, Any]) -> EngineConfig:
+    if isinstance(model, EngineConfig):
+        if options:
+            raise ConfigError(f"{next(iter(options))} is given beside an EngineConfig; set it in the configuration")
+        return model
+    return EngineConfig(**options if model is None else {"model": model, **options})
+
+
+def _listed(prompts: Prompt | Sequence[Prompt], name: str) -> Sequence[Prompt]:
+    """One prompt as a list of one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, Mapping | bytes) or not isinstance(prompts, Sequence):
+        raise _wrong_type(name, prompts, "a text, a list of token ids, or a list of these")
+    is_one = bool(prompts) and all(isinstance(token, SupportsIndex) for token in prompts)
+    return [cast(Prompt, prompts)] if is_one else cast(Sequence[Prompt], prompts)
+
+
+def _conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> Sequence[Sequence[Message]]:
+    """One conversation as a list of one."""
+    conversations = [messages] if messages and all(isinstance(each, Mapping) for each in messages) else messages
+    for conversation in conversations:
+        if isinstance(conversation, str) or not all(isinstance(message, Mapping) for message in conversation):
+            raise _wrong_type(
+                "messages", conversation, "a list of messages {'role': ..., 'content': ...}, or a list of such lists"
+            )
+    return cast(Sequence[Sequence[Message]], conversations)
+
+
+def _params(params: Params) -> SamplingParams:
+    if isinstance(params, SamplingParams):
+        return params
+    if not isinstance(params, Mapping):
+        raise _wrong_type("params", params, "SamplingParams or a dict of its options")
+    known = [field.name for field in fields(SamplingParams)]
+    if unknown := [str(name) for name in params if name not in known]:
+        close = get_close_matches(unknown[0], known, 1, 0.5)
+        raise InvalidRequestError(
+            f"params has no option {unknown[0]!r}; {f'did you mean {close[0]}?' if close else 'leave it out'}", "params"
+        )
+    return make_sampling_params(**params)
+
+
+def _wrong_type(name: str, value: object, wanted: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{name} is {type(value).__name__} {short_repr(value)}; pass {wanted}", name)

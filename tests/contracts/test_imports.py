@@ -38,7 +38,7 @@ LAYERS = [
     "structured_output",
     "worker",
 ]  # each may import itself and what is before it
-TOOLS = {"bench", "cli", "dashboard", "testing", "train"}
+TOOLS = {"bench", "cli", "dashboard", "testing", "train", "utils"}
 # Packages of `cluster`, and which others each may import. `shared`: the modules directly in `cluster`, without `app`.
 CLUSTER = {
     "shared": set(),
@@ -88,6 +88,8 @@ OUR_IMPORTS = [item for item in IMPORTS if item.imported.split(".")[0] in ("spec
 def layer_of(module: str) -> str:
     top, _, rest = module.partition(".")
     part = rest.partition(".")[0]
+    if module == "specray":  # its public names, imported when they are first used
+        return "tools"
     if top == "cluster":
         return "cluster"
     if not part or part in LEAVES:
@@ -183,6 +185,10 @@ def test_checking_a_configuration_loads_no_model_library() -> None:
     """It would delay every command by seconds."""
     modules = ("cluster.cli.check", "cluster.cli.serve", "cluster.cli.launcher", "cluster.engine.router")
     assert not modules_after(*modules) & {"torch", "transformers"}
+
+
+def test_importing_the_package_loads_nothing_of_it() -> None:
+    assert not [name for name in modules_after("specray") if name.startswith(("specray.", "torch", "pydantic"))]
 
 
 def test_only_rays_public_api_is_imported() -> None:
