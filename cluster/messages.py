@@ -51,6 +51,7 @@ class RouterHeartbeat(NamedTuple):
     desired: DesiredDrafter | None = None  # the drafter last applied; None if drafters cannot be replaced
     is_draining: bool = False  # the application is about to stop, and no ingress accepts requests
     refusal: Refusal | None = None  # the reply to another request while the queue is full
+    drafter_absence: str = ""  # why the engine decodes without its drafter at present; empty if it does not
     num_others: int = 0  # unfinished requests of other ingresses than the receiver
 
 

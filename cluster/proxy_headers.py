@@ -1,21 +1,28 @@
-"""A check of request headers in Ray Serve's HTTP proxy, which runs before the application.
+"""Requests that Ray Serve's HTTP proxy answers by itself: a check of headers, and errors in the API's own shape.
 
-The proxy decodes headers such as X-Request-Id as UTF-8, and answers those that are not with a plain-text 500. It calls
-`middlewares` if RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names it, as `specray serve` arranges.
+The proxy decodes headers such as X-Request-Id as UTF-8, and answers those that are not with a plain-text 500. It has
+more plain-text errors, such as a 404 for every path while no application runs. It calls `middlewares` if
+RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names it, as `specray serve` arranges.
 """
 
 import json
 
 from starlette.middleware import Middleware
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cluster.api.errors import INTERNAL_MESSAGE, ApiError, error_response
 
 IMPORT_PATH = "cluster.proxy_headers:middlewares"
 MAX_ID_LENGTH = 128
 REQUEST_ID = b"x-request-id"
+OWN_PATHS = "/-/"  # the proxy's own routes
+ROUTES = "/-/routes"
+NO_APPLICATION = "no application has this path; its first part chooses the application"
+STARTS_OR_STOPS = "the server is starting or shutting down and accepts no requests"
 
 
 def middlewares() -> list[Middleware]:
-    return [Middleware(HeaderCheck)]
+    return [Middleware(HeaderCheck), Middleware(ProxyErrors)]
 
 
 class HeaderCheck:
@@ -33,6 +40,58 @@ class HeaderCheck:
         headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
         await send({"type": "http.response.start", "status": 400, "headers": headers})
         await send({"type": "http.response.body", "body": json.dumps({"error": body}).encode()})
+
+
+class ProxyErrors:
+    """Answers in the API's shape where the proxy answers with an error in plain text, which no application does.
+
+    Without any application, because the server starts or stops, a 404 becomes a 503 with Retry-After.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"].startswith(OWN_PATHS):
+            await self.app(scope, receive, send)
+            return
+        replaced: int | None = None
+
+        async def watched_send(message: Message) -> None:
+            nonlocal replaced
+            if message["type"] == "http.response.start" and _is_plain_error(message):
+                replaced = message["status"]
+            elif replaced is None:
+                await send(message)
+
+        await self.app(scope, receive, watched_send)
+        if replaced is None:
+            return
+        if replaced == 404:
+            error = ApiError(404, NO_APPLICATION) if await self._has_routes(scope) else ApiError(503, STARTS_OR_STOPS)
+        else:
+            error = ApiError(replaced, INTERNAL_MESSAGE)
+        await error_response(error)(scope, receive, send)
+
+    async def _has_routes(self, scope: Scope) -> bool:
+        """Whether the proxy knows an application. It lists them to itself."""
+        body = b""
+
+        async def read(message: Message) -> None:
+            nonlocal body
+            body += message.get("body", b"")
+
+        async def no_body() -> Message:
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        own = {**scope, "method": "GET", "path": ROUTES, "raw_path": ROUTES.encode(), "query_string": b""}
+        await self.app(own, no_body, read)
+        return body.startswith(b"{") and body != b"{}"
+
+
+def _is_plain_error(start: Message) -> bool:
+    kinds = [value for name, value in start["headers"] if bytes(name).lower() == b"content-type"]
+    return start["status"] >= 400 and any(bytes(kind).startswith(b"text/plain") for kind in kinds)
 
 
 def _problem(headers: list[tuple[bytes, bytes]]) -> str | None:

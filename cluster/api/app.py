@@ -148,8 +148,7 @@ def _add_operator_routes(app: FastAPI, service: Service) -> None:
     @app.get("/health")
     @app.head("/health", include_in_schema=False)
     async def health() -> Json:
-        await service.check_health()
-        return {"status": "ok"}
+        return await service.check_health()
 
     @app.get("/livez")
     @app.head("/livez", include_in_schema=False)

@@ -166,12 +166,14 @@ class Service:
         """The engines' model and limits. ApiError (503) before one is connected."""
         return self._info()
 
-    async def check_health(self) -> None:
-        """Raise ApiError (503) unless a request would be served now."""
+    async def check_health(self) -> Json:
+        """The reply of /health. ApiError (503) unless a request would be served now."""
         self._check_not_draining()
         if not self._router_pool.is_connected:
             raise ApiError(503, NOT_READY)
         await self._ready()
+        absent = self._router_pool.absent_drafters
+        return {"status": "ok"} | ({"absent_drafters": absent} if absent else {})
 
     async def check_generation(self) -> None:
         """Generate one token. SpecRayError or ApiError if no engine can."""
@@ -249,6 +251,7 @@ class Service:
             "max_draft_tokens": info.max_draft_tokens,
             "since_token_s": self._router_pool.token_ages,
             "rank_nodes": self._router_pool.rank_nodes,
+            "absent_drafters": self._router_pool.absent_drafters,
             "num_failovers": self._router_pool.num_failovers,  # of this ingress replica
             "internal_states": list((await self.stats()).values()),
         }

@@ -22,7 +22,8 @@ class DraftActor:
     def __init__(self, config: EngineConfig, heartbeat_path: str) -> None:
         """Start beating in `heartbeat_path` and loading what the drafter needs of the target."""
         set_log_level_from_environment()
-        HeartbeatFile(Path(heartbeat_path)).keep_beating()
+        self._heartbeat = HeartbeatFile(Path(heartbeat_path))
+        self._heartbeat.keep_beating()
         self._config = config
         # This takes seconds. An engine's first drafter loads while the target does. `start` raises its errors.
         self._target = ThreadPoolExecutor(1).submit(_load_target_view, config)
@@ -42,8 +43,11 @@ class DraftActor:
         return self._server.handshake
 
     def loop(self, address: str, epoch: int) -> None:
-        """Draft for the target that listens at the unix socket `address`, until either process ends."""
-        self._server.serve(address, epoch)
+        """Draft for the target that listens at the unix socket `address`, until either process ends.
+
+        EngineDeadError if the target refuses this drafter.
+        """
+        self._server.serve(address, epoch, on_accept=self._heartbeat.mark_loaded)
 
 
 def _load_target_view(config: EngineConfig) -> "TargetView":

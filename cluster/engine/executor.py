@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError
 
 from cluster import log_level
 from cluster.config import AppConfig
@@ -77,6 +77,9 @@ class RayExecutor:
             if not with_gpus and self._drafter is None:
                 # Nothing else uses it. (NCCL reads the rendezvous file in the first step, and new drafters connect.)
                 self._folder.cleanup()
+        except RayError as error:
+            self.close()
+            raise start_error("the engine", error) from error
         except BaseException:
             self.close()
             raise
@@ -120,6 +123,8 @@ class RayExecutor:
                 self._failure = f"{rank} {exit_reason(rank, ended[0], 'ended')}"
         if self._failure is None and self._watchdogs is not None:
             self._failure = self._watchdogs.failure()
+        if self._failure is None and self._drafter is not None:
+            self._failure = self._drafter.failure
         return self._failure
 
     @property
@@ -149,7 +154,7 @@ class RayExecutor:
         if self._watchdogs is not None:
             self._watchdogs.kill_ranks()  # first, because ray.kill needs Ray's head node, which may be down
         for actor in self._actors:
-            with contextlib.suppress(RayActorError):
+            with contextlib.suppress(RayError):
                 ray.kill(actor)
         if self._drafter is not None:
             self._drafter.close()
@@ -192,7 +197,7 @@ class RayExecutor:
             ended, waiting = ray.wait(waiting, timeout=POLL_INTERVAL_S)
             try:
                 ray.get(ended)
-            except RayTaskError as error:
+            except RayError as error:
                 raise start_error("a rank of the target", error) from error
             if self.failure() is not None:
                 raise self._dead()

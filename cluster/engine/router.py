@@ -40,6 +40,7 @@ from specray.outputs import RequestOutput
 from specray.sampling_params import SamplingParams
 
 HEARTBEAT_INTERVAL_S = 0.5  # to the ingresses
+HOST_STEP_S = 5.0  # of a step, beside the ranks' part, after which the step loop hangs
 PROBE_AFTER_S = 2.0  # without a token
 HEALTH_CHECK_TIMEOUT_S = 3.0  # Serve checks every second until it is about to stop the replica
 HEARTBEATS_IN_WINDOW = 20  # window of the acceptance length and of Retry-After
@@ -85,6 +86,8 @@ class Router:
         self._probes: set[str] = set()  # request IDs of unfinished probes
         self._engine.start()
         self._background = [asyncio.create_task(work) for work in (self._maintain(), self._heartbeat_loop())]
+        for task in self._background:
+            task.add_done_callback(self._notice_end)
         logger.info("engine ready: %s", self._info)
 
     async def __del__(self) -> None:
@@ -239,18 +242,28 @@ class Router:
         threading.Thread(target=self._executor.close, daemon=True).start()  # kills frozen processes, too
         self._loop.call_later(LAST_OUTPUT_S, self._exit_process, 1)
 
+    def _notice_end(self, task: asyncio.Task[None]) -> None:
+        """An engine whose failures nobody notices must not go on."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("the router's own work failed", exc_info=error)
+            self._die(f"the router failed: {type(error).__name__}: {error}")
+
     def _deliver_from_thread(self, outputs: list[RequestOutput]) -> None:
         self._loop.call_soon_threadsafe(self._deliver, outputs, self._engine.error)
 
     def _deliver(self, outputs: list[RequestOutput], engine_error: str | None) -> None:
-        if engine_error is None:
+        if engine_error is not None:
+            self._die(engine_error)
+            return
+        try:
             self._connections.deliver(outputs)
             self._report_queue()
-            if any(output.token_ids for output in outputs):
-                self._tokens.beat()
-            self._probes.difference_update(output.request_id for output in outputs if output.finish_reason)
-        else:
-            self._die(engine_error)
+        except Exception as error:  # these requests would wait for ever
+            logger.exception("outputs cannot be delivered")
+            self._die(f"the router failed: {type(error).__name__}: {error}")
+        if any(output.token_ids for output in outputs):
+            self._tokens.beat()
+        self._probes.difference_update(output.request_id for output in outputs if output.finish_reason)
 
     async def _heartbeat_loop(self) -> None:
         while True:
@@ -277,6 +290,7 @@ class Router:
             desired=self._reconciler.desired if self._reconciler else None,
             is_draining=self._is_draining,
             refusal=self._refusal(error) if error is not None else None,
+            drafter_absence=self._executor.drafter.state.absence if self._config.has_draft_actor else "",
         )
         self._connections.broadcast(heartbeat)
 
@@ -299,6 +313,8 @@ class Router:
             reporter.report(snapshot)
             if not self._is_stopping:
                 self._connections.expire(self._config.server.lease_s)
+            if self._engine.step_seconds > (limit_s := self._config.server.step_timeout_s + HOST_STEP_S):
+                self._die(f"a step did not end within {limit_s:g} s, although the ranks run")
             if failure := self._engine.error or self._executor.failure():
                 self._die(failure)
 

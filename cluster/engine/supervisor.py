@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError
 
 from cluster.engine.draft import DraftActor
 from cluster.liveness.actors import exit_reason, start_error
@@ -36,10 +36,11 @@ logger = logging.getLogger("ray.serve")
 class DrafterState(NamedTuple):
     """The state of an engine's drafter, for operators."""
 
-    state: str  # "off", "ready", or "loading": it is being started, and steps run without drafts
+    state: str  # "off", "ready", or "loading": it is being started or connects, and steps run without drafts
     speculative: SpeculativeConfig
     loading: SpeculativeConfig | None  # options of the drafter that will replace it
     num_restarts: int  # of all drafters of this engine
+    absence: str = ""  # why there is no drafter at present; empty if it drafts, or is off
 
 
 class _Replacement(NamedTuple):
@@ -63,6 +64,8 @@ class DrafterSupervisor:
         self._first = self._create(config) if config.speculative.has_drafter else None
         self._drafter: _DrafterProcess | None = None
         self._num_restarts = 0
+        self._end_reason = ""  # of the last drafter that did not last
+        self.failure: str | None = None  # of the supervision itself, after which no drafter is started
         self._backoff_s = MIN_BACKOFF_S
         self._replacement: _Replacement | None = None
         self._replacing = threading.Lock()
@@ -80,8 +83,13 @@ class DrafterSupervisor:
     def state(self) -> DrafterState:
         speculative, replacement = self._config.speculative, self._replacement
         loading = replacement.config.speculative if replacement is not None else None
-        state = "off" if not speculative.has_drafter else "loading" if self._drafter is None else "ready"
-        return DrafterState(state, speculative, loading, self._num_restarts)
+        if not speculative.has_drafter:
+            return DrafterState("off", speculative, loading, self._num_restarts)
+        drafter = self._drafter
+        if drafter is not None and drafter.is_accepted:
+            return DrafterState("ready", speculative, loading, self._num_restarts)
+        absence = self._end_reason or "the drafter is being started"
+        return DrafterState("loading", speculative, loading, self._num_restarts, absence)
 
     def replace(self, speculative: SpeculativeConfig) -> DrafterHandshake:
         """Load a drafter beside the current one, switch to it between two steps, and end the current one.
@@ -96,7 +104,7 @@ class DrafterSupervisor:
             self._wake.set()
             try:
                 if self._is_closing.is_set():  # checked after the assignment, which the thread reads when it closes
-                    raise EngineDeadError(CLOSING)
+                    raise EngineDeadError(self.failure or CLOSING)
                 return replacement.result.result()
             finally:
                 self._replacement = None
@@ -119,17 +127,25 @@ class DrafterSupervisor:
         _end(self._first, RAY_EXIT_S)
 
     def _run(self) -> None:
+        try:
+            self._supervise()
+        except Exception as error:
+            logger.exception("the supervision of the drafter failed")
+            self.failure = f"the supervision of the drafter failed: {type(error).__name__}: {error}"
+        self._is_closing.set()
+        _end(self._drafter, RAY_EXIT_S)
+        if self._replacement is not None and not self._replacement.result.done():
+            self._replacement.result.set_exception(EngineDeadError(self.failure or CLOSING))
+
+    def _supervise(self) -> None:
         while True:
             reason = self._monitor()
             if self._is_closing.is_set():
-                break
+                return
             if reason is not None:
                 self._restart(reason)
             elif self._replacement is not None and not self._replacement.result.done():
                 self._replace(self._replacement)
-        _end(self._drafter, RAY_EXIT_S)
-        if self._replacement is not None and not self._replacement.result.done():
-            self._replacement.result.set_exception(EngineDeadError(CLOSING))
 
     def _monitor(self) -> str | None:
         """Wait until the drafter must be restarted, and return why; None if woken up for something else."""
@@ -148,6 +164,7 @@ class DrafterSupervisor:
     def _restart(self, reason: str) -> None:
         age_s = self._drafter.age_s if self._drafter is not None else 0.0
         logger.warning("the drafter %s after %.1f s; restarting it", reason, age_s)
+        self._end_reason = f"the last drafter {reason}"
         _end(self._drafter)
         self._drafter = None
         self._backoff_s = MIN_BACKOFF_S if age_s > STABLE_AFTER_S else min(2 * self._backoff_s, MAX_BACKOFF_S)
@@ -157,7 +174,11 @@ class DrafterSupervisor:
             self._drafter, _ = self._start(self._config, lambda: not self._wake.is_set())
             self._num_restarts += 1
             logger.warning("the drafter was restarted")
-        except (RayError, OSError) as error:
+        except RayError as error:
+            self._end_reason = str(start_error("the drafter", error))
+            logger.error("the drafter did not start: %s", error)
+        except OSError as error:
+            self._end_reason = f"the drafter did not start: {error}"
             logger.error("the drafter did not start: %s", error)
         except _CancelledError:
             return
@@ -165,9 +186,9 @@ class DrafterSupervisor:
     def _replace(self, replacement: _Replacement) -> None:
         try:
             handshake = self._switch(replacement.config)
-        except RayTaskError as error:
+        except RayError as error:
             replacement.result.set_exception(start_error("the drafter", error))
-        except (RayError, OSError, _CancelledError) as error:  # Ray's messages are long and contain addresses
+        except (OSError, _CancelledError) as error:
             replacement.result.set_exception(EngineDeadError(f"the drafter did not start: {type(error).__name__}"))
         else:
             replacement.result.set_result(handshake)
@@ -176,7 +197,7 @@ class DrafterSupervisor:
         old, handshake = self._drafter, NO_DRAFTER
         if config.speculative.has_drafter:
             self._drafter, handshake = self._start(config, lambda: not self._is_closing.is_set())
-            self._config, self._backoff_s = config, MIN_BACKOFF_S
+            self._config, self._backoff_s, self._end_reason = config, MIN_BACKOFF_S, ""
             if old is not None:
                 old.await_end(SWITCH_TIMEOUT_S)
         else:
@@ -239,6 +260,11 @@ class _DrafterProcess:
         """Connect to the target and start drafting."""
         self._sentinel = self._actor.loop.remote(endpoint.address, endpoint.epoch)
 
+    @property
+    def is_accepted(self) -> bool:
+        """Whether the target has accepted it."""
+        return self._heartbeat.has_loaded
+
     def has_ended(self) -> bool:
         assert self._sentinel is not None
         return bool(ray.wait([self._sentinel], timeout=0)[0])
@@ -254,7 +280,7 @@ class _DrafterProcess:
 
     def end(self, grace_s: float = 0.0) -> None:
         """End the process, and kill it unless it ends within `grace_s` seconds. Idempotent."""
-        with contextlib.suppress(RayActorError):
+        with contextlib.suppress(RayError):
             ray.kill(self._actor)
         if self._process is not None:
             self._process.kill(grace_s)

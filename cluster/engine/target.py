@@ -21,6 +21,8 @@ from specray.worker.remote_drafter.handshake import DraftEndpoint
 if TYPE_CHECKING:
     from specray.worker.worker import Worker
 
+DRAFTER_TIMEOUT_S = 60.0  # for the first drafter, which has loaded, to connect
+
 
 class TargetActor:
     """A Ray actor. Call `start` once, then `loop`, which runs until the rank ends."""
@@ -55,13 +57,21 @@ class TargetActor:
         return self._worker.capacity
 
     def loop(self, address: str, epoch: int) -> None:
-        """Run steps until the router or a rank ends. Rank 0 gets its plans from the router's socket at `address`."""
+        """Run steps until the router or a rank ends. Rank 0 gets its plans from the router's socket at `address`.
+
+        It waits for the engine's drafter first, so that one that does not fit is an error at the engine's start.
+        """
         from specray.worker.memory import STEPPING, enough_memory
+        from specray.worker.remote_drafter.source import RemoteDrafts
 
         with enough_memory(self._config, STEPPING, EngineDeadError):
             if self._rank > 0:
                 self._worker.run_loop()
                 return
+            if self._endpoint is not None and self._config.speculative.has_drafter:
+                drafts = self._worker.drafts
+                assert isinstance(drafts, RemoteDrafts)
+                drafts.await_drafter(DRAFTER_TIMEOUT_S)
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
                 connection.connect(address)
                 self._serve(Channel(connection, epoch))

@@ -5,9 +5,9 @@ import os
 from typing import Any, NamedTuple, Self
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
-from specray.errors import ConfigError, EngineDeadError
+from specray.errors import ConfigError, EngineDeadError, SpecRayError
 
 logger = logging.getLogger("ray.serve")
 
@@ -26,8 +26,10 @@ class Place(NamedTuple):
         return cls(ray.get_runtime_context().get_node_id(), address, os.getpid())
 
 
-def start_error(what: str, error: RayTaskError) -> Exception:
+def start_error(what: str, error: RayError) -> SpecRayError:
     """The error to raise when `what` fails to start: the actor's own ConfigError, or else an EngineDeadError."""
+    if not isinstance(error, RayTaskError):
+        return EngineDeadError(f"{what} did not start: it {_end_of(error)}")
     cause = error.cause
     if isinstance(cause, ConfigError):
         return ConfigError(str(cause))
@@ -40,7 +42,21 @@ def exit_reason(what: str, sentinel: "ray.ObjectRef[Any]", returned: str) -> str
         ray.get(sentinel)
     except RayTaskError as error:
         logger.error("%s failed: %s", what, error)
-        return f"failed: {type(error.cause).__name__}"
-    except RayActorError:
-        return "died"
+        # Messages of other errors may have paths and addresses.
+        detail = f": {error.cause}" if isinstance(error.cause, SpecRayError) else ""
+        return f"failed: {type(error.cause).__name__}{detail}"
+    except RayError as error:
+        logger.error("%s ended: %s", what, error)
+        return _end_of(error)
     return returned
+
+
+def _end_of(error: RayError) -> str:
+    """What Ray reports of a process that returned nothing. Its own message is long and has addresses."""
+    match error:
+        case OutOfMemoryError():
+            return "was ended by Ray, because its node had no memory left"
+        case RayActorError():
+            return "died"
+        case _:
+            return f"was lost: {type(error).__name__}"

@@ -104,9 +104,11 @@ def watch_router(heartbeat: HeartbeatFile) -> None:
 
 
 def _watch_router(router: Process, heartbeat: HeartbeatFile) -> None:
-    heartbeat.wait_until_overdue(ROUTER_FROZEN_S, POLL_INTERVAL_S)
-    logger.error("the router has not run for %g s; it is killed so that Serve replaces it", ROUTER_FROZEN_S)
-    router.kill()
+    try:
+        heartbeat.wait_until_overdue(ROUTER_FROZEN_S, POLL_INTERVAL_S)
+        logger.error("the router has not run for %g s; it is killed so that Serve replaces it", ROUTER_FROZEN_S)
+    finally:  # a router that is not watched must not go on
+        router.kill()
 
 
 class WatchdogActor:
@@ -134,10 +136,12 @@ class WatchdogActor:
         self._folder.cleanup()
 
     def _watch_router(self) -> None:
-        self._router.wait_until_overdue(ORPHAN_TIMEOUT_S, POLL_INTERVAL_S)
-        logger.error("the router has sent nothing for %g s; the ranks on this node are killed", ORPHAN_TIMEOUT_S)
-        self.kill_ranks()
-        os._exit(1)
+        try:
+            self._router.wait_until_overdue(ORPHAN_TIMEOUT_S, POLL_INTERVAL_S)
+            logger.error("the router has sent nothing for %g s; the ranks on this node are killed", ORPHAN_TIMEOUT_S)
+            self.kill_ranks()
+        finally:
+            os._exit(1)  # the router notices that, and gives up the ranks
 
 
 class RemoteWatchdog:
@@ -167,8 +171,12 @@ class RemoteWatchdog:
             ray.kill(self._actor)
 
     def _poll_until_failure(self) -> None:
-        while self._failure is None and not self._closing.wait(POLL_INTERVAL_S):
-            self._failure = self._poll()
+        try:
+            while self._failure is None and not self._closing.wait(POLL_INTERVAL_S):
+                self._failure = self._poll()
+        except Exception as error:
+            logger.exception("the watchdog on the node %s cannot be polled", self._address)
+            self._failure = f"the watchdog on the node {self._address} cannot be polled: {type(error).__name__}"
 
     def _poll(self) -> str | None:
         call: ray.ObjectRef[str | None] = self._actor.failure.remote()

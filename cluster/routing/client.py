@@ -139,6 +139,11 @@ class RouterClient:
         return self._heartbeat.since_token_s + asyncio.get_running_loop().time() - self._heartbeat_at
 
     @property
+    def drafter_absence(self) -> str:
+        """Why the router's engine decodes without its drafter at present; empty if it does not, or if unknown."""
+        return self._heartbeat.drafter_absence if self._heartbeat is not None and self.info is not None else ""
+
+    @property
     def refusal(self) -> Refusal | None:
         """How the router would refuse another request; None if its queue has space."""
         return self._heartbeat.refusal if self._heartbeat is not None else None

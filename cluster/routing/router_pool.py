@@ -121,6 +121,12 @@ class RouterPool:
         return {client.replica_id: client.info.rank_nodes for client in self._clients.values() if client.info}
 
     @property
+    def absent_drafters(self) -> dict[str, str]:
+        """Why engines decode without their drafter at present, by replica ID."""
+        clients = self._clients.values()
+        return {client.replica_id: client.drafter_absence for client in clients if client.drafter_absence}
+
+    @property
     def is_draining(self) -> bool:
         """Whether the application is about to stop. Once true, it stays true."""
         self._is_draining = self._is_draining or any(client.is_draining for client in self._clients.values())
@@ -275,14 +281,20 @@ class RouterPool:
     async def _follow_directory(self) -> None:
         """Keep one client per running router."""
         while True:
-            running = set(self._directory.replica_ids())
-            for replica_id in running - self._clients.keys():
-                self._connect(replica_id)
-            for replica_id in self._clients.keys() - running:
-                self._stop_using(self._clients[replica_id])
-            self._prefixes.keep_only(self._clients.keys())
-            self.drafter_rollout.propagate()
+            try:
+                self._read_directory()
+            except Exception:  # an ingress that follows no routers must not go on so
+                logger.exception("the list of routers cannot be read; trying again")
             await asyncio.sleep(DIRECTORY_POLL_S)
+
+    def _read_directory(self) -> None:
+        running = set(self._directory.replica_ids())
+        for replica_id in running - self._clients.keys():
+            self._connect(replica_id)
+        for replica_id in self._clients.keys() - running:
+            self._stop_using(self._clients[replica_id])
+        self._prefixes.keep_only(self._clients.keys())
+        self.drafter_rollout.propagate()
 
     def _stop_using(self, client: RouterClient) -> None:
         """Serve no longer lists the router, because it has ended or is about to be replaced."""

@@ -67,6 +67,7 @@ class ReplicaStatus(NamedTuple):
     kv_usage: float
     cache_hit_rate: float | None
     num_draft_faults: int
+    drafter_absence: str  # why it decodes without its drafter at present; empty if it does not
     num_preemptions: int
 
 
@@ -134,8 +135,12 @@ def replica_statuses(before: ServerStatus, now: ServerStatus) -> list[ReplicaSta
 
 def as_text(url: str, before: ServerStatus, now: ServerStatus) -> str:
     """A headline and the table of replicas."""
-    table = format_table(HEADERS, [_cells(row) for row in replica_statuses(before, now)])
-    return f"{_headline(url, now)}\n\n{table}" if now.counts else _headline(url, now)
+    rows = replica_statuses(before, now)
+    absent = "".join(
+        f"\n{row.replica} decodes without drafts: {row.drafter_absence}" for row in rows if row.drafter_absence
+    )
+    table = format_table(HEADERS, [_cells(row) for row in rows])
+    return f"{_headline(url, now)}\n\n{table}{absent}" if now.counts else _headline(url, now)
 
 
 def as_json(url: str, before: ServerStatus, now: ServerStatus) -> str:
@@ -163,6 +168,7 @@ def _replica_status(name: str, old: Counts, new: Counts, before: ServerStatus, n
         kv_usage=new["specray_kv_cache_usage_perc"],
         cache_hit_rate=_share(new[hits], new[queries]),
         num_draft_faults=int(new["specray_draft_faults_total"]),
+        drafter_absence=now.info.get("absent_drafters", {}).get(name, ""),
         num_preemptions=int(new["specray_num_preemptions_total"]),
     )
 
@@ -192,7 +198,7 @@ def _cells(row: ReplicaStatus) -> list[str]:
     return [
         row.replica,
         _ranks(row.rank_nodes),
-        row.drafter,
+        f"{row.drafter} (absent)" if row.drafter_absence else row.drafter,
         _or_dash(row.since_token_s, "{:.1f} s ago"),
         str(row.num_running),
         str(row.num_waiting),

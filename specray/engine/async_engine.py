@@ -41,6 +41,7 @@ class AsyncEngine:
         self._changed = threading.Condition()
         self._closing = False
         self._error: str | None = None
+        self._step_began: float | None = None
         self._snapshot = engine.stats.snapshot()
         self._thread = threading.Thread(target=self._run, name="specray-step", daemon=True)
 
@@ -122,12 +123,20 @@ class AsyncEngine:
             self._calls.append(function)
             self._changed.notify()
 
+    @property
+    def step_seconds(self) -> float:
+        """How long the present step has taken; 0 between two steps."""
+        began = self._step_began
+        return 0.0 if began is None else time.monotonic() - began
+
     def _run(self) -> None:
         try:
             while self._take_calls():
+                self._step_began = time.monotonic()
                 self._publish(self._engine.step())
+                self._step_began = None
             self._fail("the engine was shut down")
-        except Exception as error:  # the requests must end, whatever the error is
+        except BaseException as error:  # the requests must end, whatever the error is; panics of Rust are no Exception
             logger.exception("the step loop failed")
             self._fail(str(error) or type(error).__name__)
 

@@ -15,6 +15,7 @@ import msgpack
 from specray.channel import Channel, ChannelClosedError
 from specray.config import MAX_TREE_NODES
 
+MAX_LAYERS = 16  # whose hidden states a drafter reads
 _CREDENTIALS = struct.Struct("=3i")  # Linux's struct ucred: process, user, group
 
 
@@ -39,6 +40,8 @@ class DrafterHandshake(NamedTuple):
     reads_next_token: bool
 
 
+# The target's first byte. It comes with the ring's file descriptor, or a frame with the reason follows.
+ACCEPTED, REFUSED = b"f", b"r"
 NO_DRAFTER = DrafterHandshake(0, [], False)
 
 
@@ -107,7 +110,7 @@ def _is_valid(handshake: DrafterHandshake, num_layers: int) -> bool:
         type(handshake.max_draft_tokens) is int
         and 0 <= handshake.max_draft_tokens < MAX_TREE_NODES
         and type(layers) is list
+        and len(layers) <= MAX_LAYERS  # they repeat in heads of targets with few layers
         and all(type(layer) is int and -1 <= layer <= num_layers for layer in layers)
-        and len(set(layers)) == len(layers)
         and type(handshake.reads_next_token) is bool
     )

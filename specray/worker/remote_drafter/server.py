@@ -16,6 +16,7 @@ import torch
 
 from specray.channel import Channel, ChannelClosedError
 from specray.config import MAX_TREE_NODES, EngineConfig
+from specray.errors import EngineDeadError
 from specray.layers.parallel import RankGroup
 from specray.models.files import resolve_model
 from specray.models.registry import context_length, load_config, resolve_dtype, shape_of
@@ -32,7 +33,7 @@ from specray.spec_decode.verifier import is_padded
 from specray.worker.devices import choose_device
 from specray.worker.draft_graphs import DraftGraphs, graphs_of_members
 from specray.worker.remote_drafter.device_ring import DeviceRing
-from specray.worker.remote_drafter.handshake import DrafterHandshake, pack_handshake
+from specray.worker.remote_drafter.handshake import REFUSED, DrafterHandshake, pack_handshake
 from specray.worker.remote_drafter.ring import HiddenStateRing
 from specray.worker.remote_drafter.wire import DeltaDecoder, Order, Reply, pack, unpack_order, unpack_target_handshake
 
@@ -58,10 +59,17 @@ class DraftServer:
             drafter.max_draft_tokens, list(drafter.aux_hidden_state_layers), drafter.reads_next_token
         )
 
-    def serve(self, address: str, epoch: int, on_connect: Callable[[], object] = lambda: None) -> None:
+    def serve(
+        self,
+        address: str,
+        epoch: int,
+        on_connect: Callable[[], object] = lambda: None,
+        on_accept: Callable[[], object] = lambda: None,
+    ) -> None:
         """Draft for the target at the unix socket `address` until one of the two ends.
 
-        `on_connect` is called when the handshake is sent; the target reads it before its next step.
+        `on_connect` is called when the handshake is sent; the target reads it before its next step. `on_accept` is
+        called when the target has accepted this drafter; EngineDeadError if it has not.
         """
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection, contextlib.suppress(ChannelClosedError):
             connection.connect(address)
@@ -69,6 +77,7 @@ class DraftServer:
             channel.send(pack_handshake(self.handshake))
             on_connect()
             ring, decoder = self._receive_handshake(connection, channel)
+            on_accept()
             with contextlib.closing(ring):
                 while True:
                     channel.send(pack(self._reply(unpack_order(channel.recv()), ring, decoder)))
@@ -94,11 +103,13 @@ class DraftServer:
     ) -> tuple[HiddenStateRing | DeviceRing, DeltaDecoder]:
         connection.settimeout(None)
         try:
-            _, fds, _, _ = socket.recv_fds(connection, 1, 1)
+            answer, fds, _, _ = socket.recv_fds(connection, 1, 1)
         except OSError as error:
             raise ChannelClosedError(f"cannot receive: {error}") from error
+        if answer == REFUSED:
+            raise EngineDeadError(f"the target refused this drafter: {channel.recv().decode(errors='replace')}")
         if not fds:
-            raise ChannelClosedError("the target did not accept this drafter")
+            raise ChannelClosedError("the target closed the connection")
         try:
             target = unpack_target_handshake(channel.recv())
             dtype = torch_dtype(target.dtype)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from specray.channel import Channel, ChannelClosedError
+from specray.errors import ConfigError, EngineDeadError
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import DraftFaultError
 from specray.spec_decode.pending_trees import PendingTrees
@@ -26,7 +27,9 @@ from specray.spec_decode.request_table import RequestTable
 from specray.step import TOLERATED_FAULTS, DrafterUse, DraftFault, DraftLimit
 from specray.worker.remote_drafter.device_ring import DeviceRing
 from specray.worker.remote_drafter.handshake import (
+    ACCEPTED,
     NO_DRAFTER,
+    REFUSED,
     DraftEndpoint,
     DrafterHandshake,
     accept,
@@ -43,6 +46,7 @@ FIRST_WAIT_S = 2.0  # for the first reply, which includes everything that is set
 SEND_S = 1.0  # a drafter that reads no bytes for this long is gone
 HANDSHAKE_S = 0.5
 _POLL_S = 1e-4
+_ADMIT_POLL_S = 0.02
 
 logger = logging.getLogger(__name__)
 
@@ -130,24 +134,36 @@ class RemoteDrafts:
         self._server.close()
         self._drop()
 
-    def _admit(self) -> None:
-        """Accept a drafter that has connected, and dismiss the one before it."""
+    def await_drafter(self, timeout_s: float) -> None:
+        """Wait for the first drafter. ConfigError if it is refused, EngineDeadError if none connects in time."""
+        until = time.monotonic() + timeout_s
+        while self._peer is None:
+            if (reason := self._admit()) is not None:
+                raise ConfigError(f"the target refused its drafter: {reason}")
+            if time.monotonic() > until:
+                raise EngineDeadError(f"no drafter has connected to the target within {timeout_s:g} s")
+            time.sleep(_ADMIT_POLL_S)
+
+    def _admit(self) -> str | None:
+        """Accept a drafter that has connected, and dismiss the one before it. Returns why it is refused."""
         connection = accept(self._server)
         if connection is None:
-            return
+            return None
         channel = Channel(connection, self._epoch)
         try:
             handshake = unpack_handshake(channel.recv(HANDSHAKE_S), self._limits.num_layers)
             parts = (connection, channel, handshake, self._limits, self._table, self._uses_ipc)
             peer = None if handshake == NO_DRAFTER else _Peer(*parts)
-        except (OSError, ValueError):  # a closed channel and a timeout are OSErrors
-            channel.close()
+        except (OSError, ValueError, RuntimeError) as error:  # a closed channel and a timeout are OSErrors
+            logger.warning("refused a drafter: %s", error)
+            _refuse(connection, channel, str(error))
             self._faults.append(DraftFault.NO_HANDSHAKE)
-            return
+            return str(error)
         self._drop()
         self._peer, self._is_new = peer, peer is not None and bool(peer.handshake.aux_hidden_state_layers)
         if peer is None:
             channel.close()
+        return None
 
     @contextlib.contextmanager
     def _recorded_faults(self) -> Iterator[None]:
@@ -169,6 +185,14 @@ class RemoteDrafts:
             self._peer.close()
             self._peer = None
             self._pending = PendingTrees(self._table.num_slots, self._table.vocab_size, self._table.device)
+
+
+def _refuse(connection: socket.socket, channel: Channel, reason: str) -> None:
+    with contextlib.suppress(OSError):
+        connection.settimeout(HANDSHAKE_S)
+        connection.sendall(REFUSED)
+        channel.send(reason.encode(), HANDSHAKE_S)
+    channel.close()
 
 
 class _Sent(NamedTuple):
@@ -202,7 +226,7 @@ class _Peer:
         width *= limits.hidden_size
         fd = open_file(tokens, width, limits.dtype)
         try:
-            socket.send_fds(connection, [b"f"], [fd])
+            socket.send_fds(connection, [ACCEPTED], [fd])
             device_ring = b""
             self._ring: HiddenStateRing | DeviceRing
             if uses_ipc and width and table.device.type == "cuda":

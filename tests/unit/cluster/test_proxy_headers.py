@@ -4,10 +4,13 @@ import asyncio
 import json
 from typing import Any
 
+import httpx
 import pytest
+from httpx import Response
+from ray.serve._private.http_util import convert_object_to_asgi_messages
 from starlette.types import Message, Receive, Scope, Send
 
-from cluster.proxy_headers import HeaderCheck, middlewares
+from cluster.proxy_headers import HeaderCheck, ProxyErrors, middlewares
 
 
 async def inner(_scope: Scope, _receive: Receive, send: Send) -> None:
@@ -55,5 +58,54 @@ def test_other_headers_pass(header: tuple[bytes, bytes]) -> None:
 
 
 def test_serves_proxy_runs_the_check() -> None:
-    (middleware,) = middlewares()
-    assert middleware.cls is HeaderCheck
+    assert [middleware.cls for middleware in middlewares()] == [HeaderCheck, ProxyErrors]
+
+
+class Proxy:
+    """Serve's proxy with these routes, and what an application answers."""
+
+    def __init__(self, routes: dict[str, str], status: int = 404, content: object = "Path not found.") -> None:
+        self._routes, self._status, self._content = routes, status, content
+
+    async def __call__(self, scope: Scope, _receive: Receive, send: Send) -> None:
+        status, content = (200, self._routes) if scope["path"] == "/-/routes" else (self._status, self._content)
+        for message in convert_object_to_asgi_messages(content, status):  # as the proxy writes its own
+            await send(message)
+
+
+def answer(proxy: Proxy, path: str = "/v1/completions") -> Response:
+    async def scenario() -> Response:
+        transport = httpx.ASGITransport(ProxyErrors(proxy))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+            return await http.post(path, json={"stream": True})
+
+    return asyncio.run(scenario())
+
+
+def test_without_an_application_the_proxy_answers_503_instead_of_404() -> None:
+    reply = answer(Proxy({}))
+    assert reply.status_code == 503
+    assert reply.headers["retry-after"] == "2"
+    assert reply.json()["error"]["code"] == "service_unavailable"
+    assert answer(Proxy({}), "/v1/messages").json()["error"]["type"] == "overloaded_error"
+
+
+def test_a_path_of_no_application_is_a_404_in_the_apis_shape() -> None:
+    reply = answer(Proxy({"/other": "other"}))
+    assert (reply.status_code, reply.json()["error"]["code"]) == (404, "not_found")
+
+
+def test_other_plain_errors_of_the_proxy_have_the_apis_shape() -> None:
+    reply = answer(Proxy({"/": "app"}, 500, "ActorDiedError: at 10.0.0.1"))
+    assert (reply.status_code, reply.json()["error"]["code"]) == (500, "internal_error")
+    assert "10.0.0.1" not in reply.text
+
+
+@pytest.mark.parametrize(("status", "content"), [(404, {"error": {}}), (200, "text"), (429, {"error": {}})])
+def test_what_an_application_answers_is_passed_on(status: int, content: object) -> None:
+    reply = answer(Proxy({"/": "app"}, status, content))
+    assert (reply.status_code, reply.text) == (status, content if status == 200 else '{"error":{}}')
+
+
+def test_the_proxys_own_routes_are_passed_on() -> None:
+    assert answer(Proxy({}, 503, "draining"), "/-/healthz").text == "draining"

@@ -35,7 +35,7 @@ def test_a_step_that_exceeds_its_timeout_fails_the_engine() -> None:
     ours, theirs = socket.socketpair()
     executor = object.__new__(RayExecutor)
     executor._channel, executor._step_timeout_s = Channel(ours, 1), 0.5
-    executor._sentinels, executor._watchdogs, executor._failure = [], None, None
+    executor._sentinels, executor._watchdogs, executor._failure, executor._drafter = [], None, None, None
     start = time.monotonic()
     with ours, theirs, pytest.raises(EngineDeadError, match=r"did not end within server.step_timeout_s=0.5"):
         executor.collect()

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
 from cluster.engine import supervisor as supervision
+from cluster.engine.executor import RayExecutor
 from cluster.engine.supervisor import DrafterSupervisor
 from cluster.liveness.heartbeat import HeartbeatFile
 from specray.config import EngineConfig, SpeculativeConfig
@@ -56,6 +57,7 @@ class FakeRay:
             @staticmethod
             def remote(config: EngineConfig, heartbeat_path: str) -> FakeActor:
                 outer.actors.append(FakeActor(config, heartbeat_path))
+                outer.actors[-1].heartbeat.mark_loaded()  # the target accepts it at once
                 if outer.loads_at_once:
                     outer.actors[-1].start.set_result(HANDSHAKE)
                 return outer.actors[-1]
@@ -128,7 +130,7 @@ def test_a_new_drafter_takes_over_before_the_old_one_ends(ray: FakeRay, supervis
         replaced = pool.submit(supervisor.replace, SMALL)
         until(lambda: len(ray.actors) == 2)
         old, new = ray.actors
-        assert supervisor.state == ("ready", NGRAM, SMALL, 0)
+        assert supervisor.state == ("ready", NGRAM, SMALL, 0, "")
         new.start.set_result(HANDSHAKE)
         time.sleep(0.1)
         assert not old.is_killed
@@ -137,7 +139,7 @@ def test_a_new_drafter_takes_over_before_the_old_one_ends(ray: FakeRay, supervis
         assert replaced.result(10) == HANDSHAKE
     assert old.is_killed
     assert not new.is_killed
-    assert supervisor.state == ("ready", SMALL, None, 0)
+    assert supervisor.state == ("ready", SMALL, None, 0, "")
 
 
 @pytest.mark.parametrize(
@@ -145,7 +147,8 @@ def test_a_new_drafter_takes_over_before_the_old_one_ends(ray: FakeRay, supervis
     [
         (RayTaskError("start", "…", ConfigError("another vocabulary")), ConfigError, "another vocabulary"),
         (RayTaskError("start", "…", MemoryError("no room")), EngineDeadError, "no room"),
-        (RayActorError(), EngineDeadError, "RayActorError"),
+        (RayActorError(), EngineDeadError, "it died"),
+        (OutOfMemoryError("…"), EngineDeadError, "no memory left"),
     ],
 )
 def test_a_drafter_that_does_not_load_leaves_the_old_one_running(
@@ -160,7 +163,7 @@ def test_a_drafter_that_does_not_load_leaves_the_old_one_running(
         with pytest.raises(error, match=part):
             replaced.result(10)
     assert [actor.is_killed for actor in ray.actors] == [False, True]
-    assert supervisor.state == ("ready", NGRAM, None, 0)
+    assert supervisor.state == ("ready", NGRAM, None, 0, "")
 
 
 def test_replacing_by_no_algorithm_ends_the_drafter_without_a_restart(
@@ -172,7 +175,7 @@ def test_replacing_by_no_algorithm_ends_the_drafter_without_a_restart(
     assert supervisor.replace(OFF) == NO_DRAFTER
     assert killed_before == [False]
     assert ray.actors[0].is_killed
-    assert supervisor.state == ("off", OFF, None, 0)
+    assert supervisor.state == ("off", OFF, None, 0, "")
     supervisor.report_fault()
     time.sleep(0.1)
     assert len(ray.actors) == 1
@@ -210,7 +213,7 @@ def test_a_replacement_cancels_a_restart(ray: FakeRay, supervisor: DrafterSuperv
     ray.loads_at_once = True
     supervisor.replace(SMALL)
     assert [actor.is_killed for actor in ray.actors] == [True, True, False]
-    assert supervisor.state == ("ready", SMALL, None, 0)
+    assert supervisor.state == ("ready", SMALL, None, 0, "")
 
 
 @pytest.mark.parametrize("what", ["restart", "replacement"])
@@ -249,7 +252,37 @@ def test_a_drafter_that_freezes_while_loading_is_replaced(
     until(lambda: len(ray.actors) == 3)
     assert frozen.is_killed
     ray.actors[2].start.set_result(HANDSHAKE)
-    until(lambda: supervisor.state == ("ready", NGRAM, None, 1))
+    until(lambda: supervisor.state == ("ready", NGRAM, None, 1, ""))
+
+
+def test_an_error_in_the_supervision_ends_the_engine_with_its_reason(
+    ray: FakeRay, supervisor: DrafterSupervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> str:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(supervision, "exit_reason", fail)
+    supervisor.replace(NGRAM)
+    ray.actors[0].loop.set_result(None)
+    until(lambda: supervisor.failure is not None)
+    executor = object.__new__(RayExecutor)
+    executor._sentinels, executor._watchdogs, executor._failure, executor._drafter = [], None, None, supervisor
+    assert executor.failure() == "the supervision of the drafter failed: KeyError: 'a bug'"
+    until(lambda: ray.actors[0].is_killed)
+    with pytest.raises(EngineDeadError, match="a bug"):
+        supervisor.replace(SMALL)
+
+
+def test_a_drafter_that_the_target_has_not_accepted_is_absent(
+    ray: FakeRay, supervisor: DrafterSupervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HeartbeatFile, "has_loaded", False)
+    monkeypatch.setattr(supervision, "exit_reason", lambda *_: "failed: EngineDeadError: the target refused it")
+    supervisor.replace(NGRAM)
+    assert supervisor.state == ("loading", NGRAM, None, 0, "the drafter is being started")
+    ray.actors[0].loop.set_result(None)
+    until(lambda: supervisor.state.num_restarts == 1)
+    assert supervisor.state.absence == "the last drafter failed: EngineDeadError: the target refused it"
 
 
 def test_a_drafter_whose_process_does_not_start_is_an_error(
