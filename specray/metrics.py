@@ -31,7 +31,7 @@ class Metric(NamedTuple):
 
 
 REASONS = tuple(reason.value for reason in FinishReason)
-FAULTS = tuple(fault.value for fault in DraftFault)
+FAULTS = tuple(fault.value for fault in DraftFault if fault is not DraftFault.LATE)
 METRICS = (
     Metric(
         "specray_drafter_info", "gauge", "1 for the drafting method in use (or none), 0 for earlier ones.", "drafter"
@@ -92,10 +92,15 @@ METRICS = (
     Metric(
         "specray_draft_faults_total",
         "counter",
-        "Steps in which drafts were missing because a drafter was late, frozen, gone, sent invalid data or had logits "
-        "that are not finite.",
+        "Steps in which drafts were missing because a drafter was frozen, gone, sent invalid data or had logits that "
+        "are not finite.",
         "kind",
         FAULTS,
+    ),
+    Metric(
+        "specray_late_drafts_total",
+        "counter",
+        "Steps that did not wait for their drafts, because the drafter took longer than usual. It goes on.",
     ),
     # Only with several drafters.
     Metric("specray_drafter_requests_total", "counter", "Requests that were given this drafter.", "drafter"),

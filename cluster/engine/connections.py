@@ -4,9 +4,11 @@ All methods run in the router's event loop. The ingress's side lives in `cluster
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Iterable
 
 from cluster.liveness.heartbeat import LocalHeartbeat
+from cluster.liveness.own_stalls import SilenceWatch
 from cluster.messages import ConnectionEnd, Item, RouterHeartbeat, RouterInfo
 from specray.errors import EngineDeadError
 from specray.outputs import RequestOutput
@@ -21,18 +23,26 @@ class Connection:
     bound.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, poll_interval_s: float, clock: Callable[[], float]) -> None:
         self.lease = LocalHeartbeat(clock)
         self.lease.beat()
+        self.silence = SilenceWatch(self.lease, poll_interval_s, clock)
         self.request_ids: set[str] = set()
         self.items: asyncio.Queue[Item] = asyncio.Queue()
 
 
 class Connections:
-    """All connections by ID. `abort` ends the requests of closed connections."""
+    """All connections by ID. `abort` ends the requests of closed connections.
 
-    def __init__(self, abort: Callable[[list[str]], None], clock: Callable[[], float]) -> None:
+    `expire` is called every `poll_interval_s` seconds. Renewals wait while this process stalls, which must not end
+    leases.
+    """
+
+    def __init__(
+        self, abort: Callable[[list[str]], None], poll_interval_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._abort = abort
+        self._poll_interval_s = poll_interval_s
         self._clock = clock
         self._by_id: dict[str, Connection] = {}
         self._owner: dict[str, Connection] = {}  # by request ID
@@ -49,7 +59,7 @@ class Connections:
 
         Ends only by raising EngineDeadError, after the ConnectionEnd that `fail` or an expired lease has caused.
         """
-        connection = self._by_id[connection_id] = Connection(self._clock)
+        connection = self._by_id[connection_id] = Connection(self._poll_interval_s, self._clock)
         try:
             yield info
             while True:
@@ -99,7 +109,7 @@ class Connections:
     def expire(self, lease_s: float) -> None:
         """Close connections not renewed for `lease_s` seconds. Ray does not end a stream whose reader died."""
         for connection_id, connection in list(self._by_id.items()):
-            if connection.lease.is_overdue(lease_s):
+            if connection.silence.poll() > lease_s:
                 connection.items.put_nowait(ConnectionEnd("the connection's lease expired", []))
                 self._close(connection_id)
 

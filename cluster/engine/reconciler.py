@@ -84,6 +84,7 @@ def drafter_report(state: DrafterState, accept_length: float | None, snapshot: S
         "acceptance_collapsed": bool(snapshot["specray_acceptance_collapsed"]),
         "restarts": state.num_restarts,
         "faults": snapshot["specray_draft_faults_total"],
+        "late_drafts": snapshot["specray_late_drafts_total"],
         **({"drafters": _reports(state.speculative, snapshot)} if state.speculative.drafters else {}),
     }
 

@@ -70,7 +70,7 @@ class Router:
         self._executor, engine = await asyncio.to_thread(_start_engine, config)
         self._loop = asyncio.get_running_loop()
         self._engine = AsyncEngine(engine, self._deliver_from_thread, config.server.stream_interval_ms / 1000)
-        self._connections = Connections(self._engine.abort, time.monotonic)
+        self._connections = Connections(self._engine.abort, config.server.metrics_interval_s)
         self._info = _info(config, engine, self._executor.rank_nodes)
         self._reconciler: DrafterReconciler | None = None
         if config.replaces_drafters:

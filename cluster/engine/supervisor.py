@@ -15,6 +15,7 @@ from ray.exceptions import RayError
 from cluster.engine.draft import DraftActor
 from cluster.liveness.actors import exit_reason, start_error
 from cluster.liveness.heartbeat import HeartbeatFile
+from cluster.liveness.own_stalls import SilenceWatch
 from cluster.liveness.process import RAY_EXIT_S, Process
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.errors import EngineDeadError
@@ -239,6 +240,7 @@ class _DrafterProcess:
         self._process: Process | None = None
         self._sentinel: ray.ObjectRef[None] | None = None
         self._created_at = time.monotonic()
+        self._silence = SilenceWatch(heartbeat, POLL_INTERVAL_S)
 
     @property
     def age_s(self) -> float:
@@ -291,8 +293,8 @@ class _DrafterProcess:
             self._process = Process(self._heartbeat.pid)
 
     def _check_heartbeat(self) -> None:
-        if self._heartbeat.is_overdue(LOADING_FROZEN_S):
-            raise TimeoutError(f"it has not run for {self._heartbeat.silence_s:.0f} s")
+        if (silence_s := self._silence.poll()) > LOADING_FROZEN_S:
+            raise TimeoutError(f"it has not run for {silence_s:.0f} s")
         if self._heartbeat.pid is None and self.age_s > FIRST_HEARTBEAT_TIMEOUT_S:
             raise TimeoutError(f"its process has not started in {self.age_s:.0f} s")
 

@@ -34,10 +34,6 @@ class Heartbeat(ABC):
         """Whether the last heartbeat is more than `deadline_s` seconds ago."""
         return self.silence_s > deadline_s
 
-    def wait_until_overdue(self, deadline_s: float, poll_interval_s: float) -> None:
-        while not self.is_overdue(deadline_s):
-            time.sleep(poll_interval_s)
-
 
 class LocalHeartbeat(Heartbeat):
     """A heartbeat recorded by the watching process."""

@@ -1,7 +1,7 @@
-"""Deadlines of a process whose own event loop may stall.
+"""Deadlines of a process that may stall itself: its event loop, or with its whole machine.
 
-While the loop stalls, messages wait in its sockets and every deadline passes. A stall must not look like the death of
-the other side, so it counts as one poll interval only.
+During a stall messages wait in its sockets, nobody beats, and every deadline passes. It must not look like the death of
+the other side, so it counts as one poll interval only. Whoever watches another process uses these.
 """
 
 import asyncio
@@ -34,6 +34,13 @@ class SilenceWatch:
         has_beaten = self._heartbeat.silence_s < elapsed_s
         self._silence_s = min(self._heartbeat.silence_s, observed_s) if has_beaten else self._silence_s + observed_s
         return self._silence_s
+
+
+def wait_until_silent(heartbeat: Heartbeat, deadline_s: float, poll_interval_s: float) -> None:
+    """Block until the heartbeat has been silent for `deadline_s` seconds in which this process ran."""
+    watch = SilenceWatch(heartbeat, poll_interval_s)
+    while watch.poll() <= deadline_s:
+        time.sleep(poll_interval_s)
 
 
 async def within(seconds: float, work: Coroutine[Any, Any, T]) -> T:

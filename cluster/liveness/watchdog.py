@@ -13,6 +13,7 @@ import logging
 import os
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,14 @@ import ray
 from ray.exceptions import RayError
 
 from cluster.liveness.actors import Place
-from cluster.liveness.heartbeat import HeartbeatFile, LocalHeartbeat
+from cluster.liveness.heartbeat import HEARTBEAT_INTERVAL_S, HeartbeatFile, LocalHeartbeat
+from cluster.liveness.own_stalls import NUM_PARTS, wait_until_silent
 from cluster.liveness.process import Process
 from specray.private_folders import PREFIX, own, remove_leftovers
 
 FROZEN_S = 3.0  # deadline of a rank's heartbeat
 LOADING_FROZEN_S = 60.0  # the same while it loads, when it may hold the interpreter lock for seconds
+SECOND_LOOK_S = 0.5  # after which a rank that seems frozen has beaten, if only this process or machine had stalled
 POLL_INTERVAL_S = 0.5
 ANSWER_TIMEOUT_S = 3.0  # after which a polled watchdog counts as unreachable
 ORPHAN_TIMEOUT_S = 5.0  # without a poll; longer than the router takes to give up the node
@@ -82,12 +85,20 @@ class NodeWatchdog:
         self.heartbeat_paths = {rank: str(folder / f"heartbeat-{rank}") for rank in pids}
         self._heartbeats = {rank: HeartbeatFile(Path(path)) for rank, path in self.heartbeat_paths.items()}
         self._processes = [Process(pid) for pid in pids.values()]
+        self._looks: dict[int, tuple[float, float]] = {}  # of overdue ranks: time of the first look, of the last beat
 
     def failure(self) -> str | None:
-        """Which rank is frozen; None while all run."""
+        """Which rank is frozen; None while all run. One that is overdue gets a second look: see SECOND_LOOK_S."""
         for rank, heartbeat in self._heartbeats.items():
-            if heartbeat.is_overdue(FROZEN_S if heartbeat.has_loaded else LOADING_FROZEN_S):
-                return f"rank {rank} of the target has not run for {heartbeat.silence_s:.1f} s"
+            now, silence_s = time.monotonic(), heartbeat.silence_s
+            if silence_s <= (FROZEN_S if heartbeat.has_loaded else LOADING_FROZEN_S):
+                continue
+            looked_at, beat_at = self._looks.get(rank, (now, now - silence_s))
+            if now - silence_s > beat_at + HEARTBEAT_INTERVAL_S / 2:  # it has beaten since
+                looked_at, beat_at = now, now - silence_s
+            self._looks[rank] = looked_at, beat_at
+            if now - looked_at >= SECOND_LOOK_S:
+                return f"rank {rank} of the target has not run for {silence_s:.1f} s"
         return None
 
     def kill_ranks(self, grace_s: float = 0.0) -> None:
@@ -105,7 +116,7 @@ def watch_router(heartbeat: HeartbeatFile) -> None:
 
 def _watch_router(router: Process, heartbeat: HeartbeatFile) -> None:
     try:
-        heartbeat.wait_until_overdue(ROUTER_FROZEN_S, POLL_INTERVAL_S)
+        wait_until_silent(heartbeat, ROUTER_FROZEN_S, POLL_INTERVAL_S)
         logger.error("the router has not run for %g s; it is killed so that Serve replaces it", ROUTER_FROZEN_S)
     finally:  # a router that is not watched must not go on
         router.kill()
@@ -137,7 +148,7 @@ class WatchdogActor:
 
     def _watch_router(self) -> None:
         try:
-            self._router.wait_until_overdue(ORPHAN_TIMEOUT_S, POLL_INTERVAL_S)
+            wait_until_silent(self._router, ORPHAN_TIMEOUT_S, POLL_INTERVAL_S)
             logger.error("the router has sent nothing for %g s; the ranks on this node are killed", ORPHAN_TIMEOUT_S)
             self.kill_ranks()
         finally:
@@ -180,8 +191,10 @@ class RemoteWatchdog:
 
     def _poll(self) -> str | None:
         call: ray.ObjectRef[str | None] = self._actor.failure.remote()
-        ready, _ = ray.wait([call], timeout=ANSWER_TIMEOUT_S)
-        if not ready:
+        for _ in range(NUM_PARTS):  # a stall of this process uses up one of them
+            if ray.wait([call], timeout=ANSWER_TIMEOUT_S / NUM_PARTS)[0]:
+                break
+        else:
             return f"the node {self._address} has not answered for {ANSWER_TIMEOUT_S:g} s"
         try:
             return ray.get(call)

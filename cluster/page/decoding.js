@@ -147,6 +147,7 @@ const COLUMNS = {
   specray_num_requests_running: "running",
   specray_num_requests_waiting: "queue",
   specray_draft_faults_total: "faults",
+  specray_late_drafts_total: "late",
   specray_verify_steps_total: "steps",
   specray_spec_decode_num_accepted_tokens_total: "accepted",
 };
@@ -157,7 +158,7 @@ export function replicaCounts(text) {
   for (const [, name, labels, value] of text.matchAll(/^(\w+)\{(.*)\} (\S+)$/gm)) {
     const replica = /(?:^|,)replica="([^"]*)"/.exec(labels)?.[1];
     if (replica === undefined || !(name in COLUMNS)) continue;
-    if (!replicas.has(replica)) replicas.set(replica, { running: 0, queue: 0, faults: 0, steps: 0, accepted: 0 });
+    if (!replicas.has(replica)) replicas.set(replica, { running: 0, queue: 0, faults: 0, late: 0, steps: 0, accepted: 0 });
     replicas.get(replica)[COLUMNS[name]] += Number(value);
   }
   return replicas;

@@ -221,7 +221,7 @@ async function updateReplicas() {
     const length = number(acceptLengthSince(now, lastCounts.get(name)), 2);
     const short = name.split("#").at(-1);
     add(row, "th", "", short).scope = "row";
-    for (const cell of [now.running, now.queue, length, now.faults]) add(row, "td", "", String(cell));
+    for (const cell of [now.running, now.queue, length, now.late, now.faults]) add(row, "td", "", String(cell));
     return row;
   });
   lastCounts = counts;

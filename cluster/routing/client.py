@@ -205,17 +205,14 @@ class RouterClient:
 
     async def drain(self) -> None:
         """Notify the router, and through its heartbeats every ingress, that the application is about to stop."""
-        async with asyncio.timeout(HEARTBEAT_TIMEOUT_S):
-            await self._handle.drain()
+        await within(HEARTBEAT_TIMEOUT_S, self._handle.drain())
 
     async def abort_of(self, tenant: str, name: str | None) -> None:
         """See `AsyncEngine.abort_of`."""
-        async with asyncio.timeout(HEARTBEAT_TIMEOUT_S):
-            await self._handle.abort_of(tenant, name)
+        await within(HEARTBEAT_TIMEOUT_S, self._handle.abort_of(tenant, name))
 
     async def flush_cache(self) -> None:
-        async with asyncio.timeout(HEARTBEAT_TIMEOUT_S):
-            await self._handle.flush_cache()
+        await within(HEARTBEAT_TIMEOUT_S, self._handle.flush_cache())
 
     @property
     def desired(self) -> DesiredDrafter | None:
@@ -224,14 +221,12 @@ class RouterClient:
 
     async def drafter(self) -> dict[str, Any]:
         """A report of the router's drafter, see `cluster.engine.reconciler.drafter_report`."""
-        async with asyncio.timeout(HEARTBEAT_TIMEOUT_S):
-            return await self._handle.drafter()
+        return await within(HEARTBEAT_TIMEOUT_S, self._handle.drafter())
 
     async def apply(self, desired: DesiredDrafter) -> None:
         """Replace the router's drafter and wait until it is ready. RequestRefusedError or RouterLostError."""
         try:
-            async with asyncio.timeout(DRAFTER_LOAD_TIMEOUT_S):
-                refusal = await self._handle.apply(desired)
+            refusal = await within(DRAFTER_LOAD_TIMEOUT_S, self._handle.apply(desired))
         except Exception as error:
             raise RouterLostError(f"replacing the drafter failed: {first_line(error)}") from error
         if refusal is not None:
@@ -249,8 +244,7 @@ class RouterClient:
         if after is not None:
             await asyncio.wait([after])
         with contextlib.suppress(Exception):  # a lost router has nothing left to abort
-            async with asyncio.timeout(HEARTBEAT_TIMEOUT_S):
-                await self._handle.abort(request_ids)
+            await within(HEARTBEAT_TIMEOUT_S, self._handle.abort(request_ids))
 
     async def _run(self) -> None:
         """The connection's whole life: returns after it has ended and all listeners have been notified."""

@@ -66,6 +66,7 @@ class ReplicaStatus(NamedTuple):
     accept_length_overall: float | None
     kv_usage: float
     cache_hit_rate: float | None
+    num_late_drafts: int  # steps that did not wait for their drafts
     num_draft_faults: int
     drafter_absence: str  # why it decodes without its drafter at present; empty if it does not
     num_preemptions: int
@@ -167,6 +168,7 @@ def _replica_status(name: str, old: Counts, new: Counts, before: ServerStatus, n
         accept_length_overall=_accept_length(new[accepted], new[steps]),
         kv_usage=new["specray_kv_cache_usage_perc"],
         cache_hit_rate=_share(new[hits], new[queries]),
+        num_late_drafts=int(new.get("specray_late_drafts_total", 0)),
         num_draft_faults=int(new["specray_draft_faults_total"]),
         drafter_absence=now.info.get("absent_drafters", {}).get(name, ""),
         num_preemptions=int(new["specray_num_preemptions_total"]),

@@ -417,9 +417,13 @@ FAULTS = Row(
         Panel(
             "Drafter faults",
             PER_MINUTE,
-            "Steps in which drafts were missing, by reason. All reasons but `late`, `no_handshake` and `member_nan` "
-            "(one of several drafters) end the drafter, and a new one is started.",
-            (Query(f"60 * {rate('specray_draft_faults_total', 'kind')}", "{{kind}}"),),
+            "Steps in which drafts were missing, by reason. All reasons but `no_handshake` and `member_nan` (one of "
+            "several drafters) end the drafter, and a new one is started. Steps that did not wait for late drafts are "
+            "no faults: the drafter goes on.",
+            (
+                Query(f"60 * {rate('specray_draft_faults_total', 'kind')}", "{{kind}}"),
+                Query(f"60 * {rate('specray_late_drafts_total', 'replica')}", "{{replica}} late, no fault"),
+            ),
         ),
         Panel(
             "Output that is not the target's own",

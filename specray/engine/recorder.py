@@ -9,7 +9,7 @@ from specray.engine.request import Emitted, Request
 from specray.engine.scheduler import Scheduler
 from specray.engine.stats import EngineStats
 from specray.outputs import FinishReason
-from specray.step import StepResult
+from specray.step import DraftFault, StepResult
 
 
 class StatsRecorder:
@@ -62,7 +62,10 @@ class StatsRecorder:
         """A step took `seconds`, the engine's own part included."""
         self._stats.add("specray_steps_total")
         for kind in result.draft_faults:
-            self._stats.add_labelled("specray_draft_faults_total", kind)
+            if kind == DraftFault.LATE:
+                self._stats.add("specray_late_drafts_total")
+            else:
+                self._stats.add_labelled("specray_draft_faults_total", kind)
         phases = self._stats.labelled["specray_step_seconds_total"]
         for phase, spent in zip(result.times._fields, result.times, strict=True):
             phases[phase] += spent

@@ -60,7 +60,7 @@ def metric(app: Any, name: str) -> float:
 
 def faults(app: Any) -> float:
     """Faults that end a drafter; lateness is not one, because a busy machine may cause it."""
-    return metric(app, "specray_draft_faults_total") - metric(app, 'specray_draft_faults_total{kind="late"')
+    return metric(app, "specray_draft_faults_total")
 
 
 def num_drafters() -> int:

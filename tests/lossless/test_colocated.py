@@ -4,15 +4,18 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgpack
 import pytest
+import torch
 
 from specray.channel import ChannelClosedError
 from specray.engine.drafter_selection.selector import DrafterSelector
+from specray.errors import ConfigError, EngineDeadError
 from specray.llm import LLM
 from specray.outputs import Completion
 from specray.sampling_params import SamplingParams
@@ -21,8 +24,9 @@ from specray.spec_decode.drafter import DraftFaultError
 from specray.spec_decode.propose_context import ProposeContext
 from specray.step import DraftFault, StepPlan
 from specray.worker.remote_drafter import server, source, wire
+from specray.worker.remote_drafter.server import DraftServer
 from specray.worker.remote_drafter.wire import Reply
-from tests.support.colocated import Colocated, Recorded, worker_of
+from tests.support.colocated import EPOCH, Colocated, Recorded, worker_of
 from tests.support.engine import make_llm, visible
 from tests.support.methods import METHODS, Make
 
@@ -54,7 +58,9 @@ def run(llm: LLM) -> list[Completion]:
 
 
 def faults_of(llm: LLM) -> dict[str, float]:
-    counts = llm.engine.stats.labelled["specray_draft_faults_total"]
+    stats = llm.engine.stats
+    late = {"late": stats.values["specray_late_drafts_total"]}
+    counts = stats.labelled["specray_draft_faults_total"] | late
     return {kind: count for kind, count in counts.items() if count}
 
 
@@ -86,6 +92,25 @@ def test_trees_equal_those_of_the_inline_drafter(
     assert record.trees == inline.trees
     assert sum(len(tree.tokens) > 1 for step in inline.trees for tree in step) > 5  # type: ignore[attr-defined]
     assert record.take_faults() == []  # type: ignore[operator]
+
+
+def test_a_target_that_refuses_its_drafter_says_why_on_both_sides(toy: Path, tmp_path: Path) -> None:
+    with make_llm(toy, speculative=METHODS["EAGLE3"](toy, tmp_path)) as llm:
+        colocated = Colocated(llm, tmp_path)
+        misfit = BrokenDrafter(Fault("refused"), lambda: None)
+        misfit.aux_hidden_state_layers = (0, 99)  # type: ignore[assignment]
+        refused = DraftServer(misfit, torch.device("cpu"))
+        with ThreadPoolExecutor(1) as pool:
+            serving = pool.submit(refused.serve, colocated._endpoint.address, EPOCH)
+            with pytest.raises(ConfigError, match=r"refused its drafter: .*aux_hidden_state_layers=\[0, 99\]"):
+                colocated.drafts.await_drafter(30.0)
+            with pytest.raises(EngineDeadError, match=r"refused this drafter: .*aux_hidden_state_layers=\[0, 99\]"):
+                serving.result(30)
+        with pytest.raises(EngineDeadError, match=r"no drafter has connected to the target within 0.05 s"):
+            colocated.drafts.await_drafter(0.05)
+        colocated.start()
+        colocated.drafts.await_drafter(30.0)
+        colocated.close()
 
 
 def test_steps_that_commit_more_than_the_ring_holds_are_missed_by_the_drafter_alone(

@@ -24,14 +24,19 @@ def eagle(
     token_map: range | None = None,
     window: int | None = None,
     is_parallel: bool = False,
+    layers: list[int] | None = None,
 ) -> Make:
-    """EAGLE-`version` or PARALLEL, with a random head.
+    """EAGLE-`version` or PARALLEL, with a random head, which reads the outputs of these layers.
 
     `shape` is (num_steps, eagle_topk, num_draft_tokens), None automatic.
     """
 
     def make(target: Path, folder: Path) -> SpeculativeConfig:
         head = write_random_head(folder / "head", target, version, draft_vocab_size, 0, window, is_parallel)
+        if layers is not None:
+            config = json.loads((head / "config.json").read_text())
+            config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = layers
+            (head / "config.json").write_text(json.dumps(config))
         steps, topk, nodes = shape or (None, None, None)
         path = folder / "map.json"
         if token_map:
@@ -140,6 +145,7 @@ def several(**makes: Make) -> Make:
 METHODS: dict[str, Make] = {
     "EAGLE3": eagle(3, draft_vocab_size=40),
     "EAGLE3-chain": eagle(3, shape=(4, 1, 5)),
+    "EAGLE3-repeated": eagle(3, layers=[1, 1, 0]),  # as by default in targets of up to six layers
     "EAGLE3-wide": eagle(3, shape=(2, 8, 30), draft_vocab_size=16),
     "EAGLE": eagle(2),
     "EAGLE-chain": eagle(2, shape=(3, 1, 4)),

@@ -35,8 +35,10 @@ specray_verify_steps_total{replica="nrkn9ylc"} 27.0
 # TYPE specray_spec_decode_num_accepted_tokens_total counter
 specray_spec_decode_num_accepted_tokens_total{replica="nrkn9ylc"} 2.0
 # TYPE specray_draft_faults_total counter
-specray_draft_faults_total{kind="late",replica="nrkn9ylc"} 1.0
+specray_draft_faults_total{kind="nan",replica="nrkn9ylc"} 1.0
 specray_draft_faults_total{kind="gone",replica="nrkn9ylc"} 1.0
+# TYPE specray_late_drafts_total counter
+specray_late_drafts_total{replica="nrkn9ylc"} 7.0
 """
 INFO = {
     "model": "smollm2-135m-instruct",
@@ -58,6 +60,14 @@ def later(text: str) -> str:
     return text.replace("} 30.0", "} 50.0").replace("} 27.0", "} 37.0").replace("} 2.0", "} 12.0")
 
 
+def test_a_drafter_that_is_gone_is_shown_with_the_reason() -> None:
+    info = INFO | {"absent_drafters": {"nrkn9ylc": "the last drafter died"}}
+    now = status(12.0, later(METRICS), info=info)
+    text = as_text("http://x", status(10.0, METRICS), now)
+    assert "NGRAM (absent)" in text
+    assert text.endswith("nrkn9ylc decodes without drafts: the last drafter died")
+
+
 def test_rates_are_since_the_previous_update() -> None:
     second, first = replica_statuses(status(10.0, METRICS), status(12.0, later(METRICS)))
     assert (first.replica, first.drafter, first.num_running, first.num_waiting) == ("nrkn9ylc", "NGRAM", 3, 1)
@@ -65,6 +75,7 @@ def test_rates_are_since_the_previous_update() -> None:
     assert first.accept_length == 2.0
     assert first.accept_length_overall == pytest.approx(1 + 12 / 37)
     assert (first.kv_usage, first.cache_hit_rate, first.num_draft_faults, first.since_token_s) == (0.25, 0.5, 2, 0.34)
+    assert first.num_late_drafts == 7
     assert (second.drafter, second.accept_length, second.cache_hit_rate, second.since_token_s) == (
         "EAGLE3",
         None,

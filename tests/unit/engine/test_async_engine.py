@@ -204,6 +204,19 @@ def test_requests_that_arrive_during_a_failing_step_are_ended() -> None:
         assert set(outputs.reasons) == {"r0", "r1"}
 
 
+class PanicError(BaseException):
+    """As pyo3 raises it when Rust code fails, such as a tokenizer's."""
+
+
+@pytest.mark.parametrize("error", [MemoryError("no room"), PanicError("index out of bounds"), SystemExit(3)])
+def test_any_error_of_the_step_loop_ends_all_requests(error: BaseException) -> None:
+    with serving() as (engine, executor, outputs):
+        executor.error = error  # type: ignore[assignment]
+        engine.submit(long_request(0))
+        outputs.wait(1)
+        assert outputs.ends[0].error == engine.error == str(error)
+
+
 def test_an_error_without_a_message_is_reported_by_its_type() -> None:
     with serving() as (engine, executor, outputs):
         executor.error = ZeroDivisionError()

@@ -6,13 +6,14 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from cluster.liveness import watchdog
 from cluster.liveness.actors import Place
 from cluster.liveness.heartbeat import HeartbeatFile
-from cluster.liveness.watchdog import NodeWatchdog, WatchdogActor, ranks_by_node, watch_router
+from cluster.liveness.watchdog import NodeWatchdog, RemoteWatchdog, WatchdogActor, ranks_by_node, watch_router
 
 Child = subprocess.Popen[bytes]
 
@@ -43,17 +44,22 @@ def test_the_watchdog_names_the_rank_that_stopped_beating(
     tmp_path: Path, child: Child, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watchdog, "FROZEN_S", 0.2)
+    monkeypatch.setattr(watchdog, "SECOND_LOOK_S", 0.1)
     watch = NodeWatchdog(tmp_path, {2: child.pid, 3: child.pid})
     assert watch.failure() is None  # neither has beaten yet
     silent, beating = (HeartbeatFile(Path(watch.heartbeat_paths[rank])) for rank in (2, 3))
     silent.mark_loaded()
     time.sleep(0.3)
     beating.mark_loaded()
+    assert watch.failure() is None  # the second look decides
+    time.sleep(0.1)
+    beating.mark_loaded()
     assert str(watch.failure()).startswith("rank 2 of the target has not run for 0.")
 
 
 def test_a_loading_rank_has_a_longer_deadline(tmp_path: Path, child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "FROZEN_S", 0.0)
+    monkeypatch.setattr(watchdog, "SECOND_LOOK_S", 0.0)
     watch = NodeWatchdog(tmp_path, {0: child.pid})
     HeartbeatFile(Path(watch.heartbeat_paths[0])).beat()
     time.sleep(0.01)
@@ -94,6 +100,55 @@ def test_a_watchdog_that_is_no_longer_polled_kills_its_ranks(child: Child, exit_
         time.sleep(0.1)
     assert exit_codes == [1]
     assert not folder.exists()
+
+
+def test_ranks_that_stalled_with_the_whole_machine_are_not_given_up(
+    tmp_path: Path, child: Child, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "FROZEN_S", 0.2)
+    watch = NodeWatchdog(tmp_path, {0: child.pid})
+    rank = HeartbeatFile(Path(watch.heartbeat_paths[0]))
+    for _ in range(3):
+        rank.mark_loaded()
+        time.sleep(0.6)  # neither this process nor the rank runs
+        assert watch.failure() is None
+
+
+def fail(*_: object) -> None:
+    raise KeyError("a bug")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_router_that_cannot_be_watched_is_killed(
+    tmp_path: Path, child: Child, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "wait_until_silent", fail)
+    monkeypatch.setattr("os.getpid", lambda: child.pid)
+    heartbeat = HeartbeatFile(tmp_path / "heartbeat-router")
+    heartbeat.beat()
+    watch_router(heartbeat)
+    assert child.wait(3) == -signal.SIGKILL
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_watchdog_that_cannot_watch_its_router_exits(
+    child: Child, exit_codes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "wait_until_silent", fail)
+    WatchdogActor({1: child.pid})
+    time.sleep(0.3)
+    assert exit_codes == [1]
+
+
+def test_a_watchdog_that_cannot_be_polled_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "POLL_INTERVAL_S", 0.01)
+    monkeypatch.setattr(watchdog, "_start", lambda *_: SimpleNamespace(heartbeat_paths=SimpleNamespace(remote=dict)))
+    monkeypatch.setattr(watchdog.ray, "get", lambda paths: paths)
+    remote = RemoteWatchdog({0: 1}, "192.0.2.1", {})
+    for _ in range(100):
+        if remote.failure() is None:
+            time.sleep(0.02)
+    assert remote.failure() == "the watchdog on the node 192.0.2.1 cannot be polled: AttributeError"
 
 
 def test_a_watchdog_waits_longer_than_the_router() -> None:

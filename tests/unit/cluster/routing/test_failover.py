@@ -98,6 +98,44 @@ def test_a_stall_of_the_ingress_itself_loses_no_engine(serve: Serve, monkeypatch
     asyncio.run(scenario())
 
 
+def test_a_stall_that_exceeds_the_lease_refuses_and_loses_nothing(serve: Serve) -> None:
+    """Router and ingress stall alike where another program takes all cores. Ingresses renew their leases late."""
+
+    async def scenario() -> None:
+        options = {"max_running_requests": 1, "max_queued_requests": 1}
+        async with serve(**SLOW, **options, server={"lease_s": 1.0, "metrics_interval_s": 0.1}) as server:
+            (client,) = server.router_pool._clients.values()
+            under_way = [asyncio.create_task(stream(server, BODY)) for _ in range(2)]
+            await server.until(lambda: client.refusal is not None)
+            for _ in range(2):
+                time.sleep(1.5)  # stalls the event loop on purpose
+                replies = [server.http.post("/v1/completions", json=BODY) for _ in range(4)]
+                assert {reply.status_code for reply in await asyncio.gather(*replies)} <= {200, 429}
+            assert [text_of(events) for events in await asyncio.gather(*under_way)] == [repeated(120)] * 2
+            assert list(server.router_pool._clients.values()) == [client]
+            assert server.router_pool.num_failovers == 0
+
+    asyncio.run(scenario())
+
+
+def test_an_ingress_follows_its_routers_after_an_error(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with serve() as server:
+            errors = iter([KeyError("a bug"), ConnectionError("no head node")])
+            replica_ids = server.replica_ids
+
+            def failing() -> list[str]:
+                for error in errors:
+                    raise error
+                return replica_ids()
+
+            monkeypatch.setattr(server, "replica_ids", failing)
+            await server.add_replica()
+            await server.until(lambda: server.num_connected == 2)
+
+    asyncio.run(scenario())
+
+
 def test_an_engine_lost_during_submit_does_not_duplicate_the_request(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
