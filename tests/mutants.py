@@ -131,10 +131,10 @@ MUTANTS = (
     ),
     Mutant(
         "headers: a request ID that is not text reaches Serve's proxy",
-        "cluster/proxy_headers.py",
+        "cluster/api/proxy.py",
         "        if not _is_utf8(name) or not _is_utf8(value):\n",
         "        if False:\n",
-        "tests/unit/cluster/test_proxy_headers.py",
+        "tests/unit/cluster/api/test_proxy.py",
     ),
 )
 

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from cluster import proxy_headers
+from cluster.api import proxy
 from cluster.api.trace_context import check_tracing_packages
 from cluster.cli.check import IMPORT_PATH, Json, check_document, check_keys, find_files, load, suggestion
 from cluster.cli.flags import add_flags, given, overridden
@@ -53,7 +53,7 @@ RAY_OPTIONS = {
     "RAY_SERVE_PROXY_USE_GRPC": "1",
     **LARGE_MESSAGES,
     # Serve's proxy calls this when it starts. Ray has no option for it in a configuration.
-    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": proxy_headers.IMPORT_PATH,
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": proxy.IMPORT_PATH,
 }
 
 

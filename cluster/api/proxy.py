@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.api.errors import INTERNAL_MESSAGE, ApiError, error_response
 
-IMPORT_PATH = "cluster.proxy_headers:middlewares"
+IMPORT_PATH = "cluster.api.proxy:middlewares"
 MAX_ID_LENGTH = 128
 REQUEST_ID = b"x-request-id"
 OWN_PATHS = "/-/"  # the proxy's own routes

@@ -10,7 +10,7 @@ from httpx import Response
 from ray.serve._private.http_util import convert_object_to_asgi_messages
 from starlette.types import Message, Receive, Scope, Send
 
-from cluster.proxy_headers import HeaderCheck, ProxyErrors, middlewares
+from cluster.api.proxy import HeaderCheck, ProxyErrors, middlewares
 
 
 async def inner(_scope: Scope, _receive: Receive, send: Send) -> None:
