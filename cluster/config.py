@@ -6,7 +6,7 @@ server's host and port belong to Ray Serve: `http_options` in the YAML file.
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from specray.config import EngineConfig, Options
 from specray.errors import ConfigError
@@ -28,11 +28,23 @@ ToolCallParserName = Literal[
 ReasoningParserName = Literal["deepseek-r1", "deepseek_r1", "qwen3"]
 
 
+def _listed(value: object) -> object:
+    return [] if value is None else [value] if isinstance(value, str) else value
+
+
+ServedName = Annotated[str, Field(min_length=1, max_length=256)]
+
+
 class ServerConfig(Options):
     """The HTTP API, request limits, timeouts, replicas and their CPU reservations."""
 
-    served_model_name: str | None = Field(
-        None, min_length=1, max_length=256, description="Model name in the API; null takes the model's."
+    served_model_name: Annotated[list[ServedName], BeforeValidator(_listed)] = Field(
+        [],
+        max_length=64,
+        description="Names of the model in the API, of which replies show the first; without any, the model's own.",
+    )
+    any_model_name: bool = Field(
+        False, description="Answer requests for any model name, as SGLang does; otherwise others get a 404."
     )
     api_key_file: str | None = Field(
         None,
@@ -350,12 +362,21 @@ class AppConfig(EngineConfig):
     @property
     def model_name(self) -> str:
         """The model's name in the API; of a local path, its last part."""
-        if self.server.served_model_name is not None:
-            return self.server.served_model_name
+        if self.server.served_model_name:
+            return self.server.served_model_name[0]
         is_path = self.model.startswith(("/", "./", "../", "~"))
         return self.model.rstrip("/").rsplit("/", 1)[-1] if is_path else self.model
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """All names that requests may use: `model_name`, the configured model, and SGLang's "default"."""
-        return self.model_name, self.model, "default"
+        """All names that requests may use: those served, the configured model, and SGLang's "default"."""
+        names = (self.model_name, *self.server.served_model_name[1:], self.model, "default")
+        return tuple(dict.fromkeys((*names, *map(_other_spelling, names))))
+
+
+def _other_spelling(name: str) -> str:
+    """The hub knows Llama 3 under two names, with and without `Meta-`; other names have one."""
+    owner, slash, base = name.rpartition("/")
+    if base.startswith("Meta-Llama-"):
+        return owner + slash + base.removeprefix("Meta-")
+    return f"{owner}{slash}Meta-{base}" if base.startswith("Llama-") else name

@@ -16,6 +16,9 @@ from typing import Literal, NamedTuple
 from specray.outputs import FinishReason
 from specray.step import DraftFault, StepTimes
 
+SECONDS_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
+TOKENS_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+
 
 class Metric(NamedTuple):
     """One time series family. `label` is the only label, where there is one; its values are bounded.
@@ -28,6 +31,7 @@ class Metric(NamedTuple):
     help: str
     label: str | None = None
     label_values: tuple[str, ...] = ()
+    bounds: tuple[float, ...] = SECONDS_BUCKETS  # of a histogram's buckets
 
 
 REASONS = tuple(reason.value for reason in FinishReason)
@@ -124,21 +128,23 @@ METRICS = (
     ),
     Metric("specray_time_to_first_token_seconds", "histogram", "From arrival in the engine to the first token."),
     Metric("specray_time_per_output_token_seconds", "histogram", "Mean gap between a finished request's tokens."),
+    Metric("specray_inter_token_latency_seconds", "histogram", "Gap between a request's steps with output."),
     Metric("specray_request_queue_time_seconds", "histogram", "From arrival to the first step."),
     Metric("specray_e2e_request_latency_seconds", "histogram", "From arrival in the engine to the last token."),
+    Metric("specray_request_prompt_tokens", "histogram", "Prompt tokens of a finished request.", bounds=TOKENS_BUCKETS),
+    Metric("specray_request_generation_tokens", "histogram", "Its generated tokens.", bounds=TOKENS_BUCKETS),
 )
-
-SECONDS_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
-BUCKET_BOUNDS = (*(f"{bound:g}" for bound in SECONDS_BUCKETS), "+Inf")
 
 
 class HistogramSnapshot(NamedTuple):
     buckets: list[int]  # per bucket, not cumulative
     total: float
+    bounds: tuple[float, ...] = SECONDS_BUCKETS
 
     def cumulative(self) -> list[tuple[str, float]]:
         """(upper bound, number of observations up to it), as in Prometheus."""
-        return list(zip(BUCKET_BOUNDS, accumulate(self.buckets), strict=True))
+        bounds = (*(f"{bound:g}" for bound in self.bounds), "+Inf")
+        return list(zip(bounds, accumulate(self.buckets), strict=True))
 
 
 # name -> value, name -> label value -> value, or name -> histogram; plain data

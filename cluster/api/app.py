@@ -6,6 +6,7 @@ from fastapi import FastAPI, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import PlainTextResponse
 
 from cluster.api import errors
 from cluster.api.admin import add_admin_routes
@@ -35,6 +36,16 @@ _ERROR_CONTENT = {"application/json": {"schema": _ERROR}}
 ERROR_RESPONSES: dict[int | str, Json] = {
     "4XX": {"description": "The request cannot be answered; the message says why", "content": _ERROR_CONTENT},
     "5XX": {"description": "The server cannot answer now, or not within the timeout", "content": _ERROR_CONTENT},
+}
+
+# Of generating routes: one object, or with `stream` events.
+REPLIES: dict[int | str, Json] = {
+    200: {
+        "content": {
+            "application/json": {"schema": {"type": ["object", "array"]}},
+            "text/event-stream": {"schema": {"type": "string"}},
+        }
+    }
 }
 
 
@@ -97,15 +108,15 @@ def _access(config: ServerConfig) -> dict[str, Any]:
 
 
 def _add_openai_routes(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", responses=REPLIES)
     async def chat_completions(body: ChatRequest, tenant: Tenant) -> Response:
         return await service.chat(body, tenant)
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", responses=REPLIES)
     async def completions(body: CompletionRequest, tenant: Tenant) -> Response:
         return await service.completion(body, tenant)
 
-    @app.post("/v1/responses")
+    @app.post("/v1/responses", responses=REPLIES)
     async def responses(body: ResponsesRequest, tenant: Tenant) -> Response:
         return await service.response(body, tenant)
 
@@ -123,7 +134,7 @@ def _add_openai_routes(app: FastAPI, service: Service) -> None:
 
 
 def _add_anthropic_routes(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/messages")
+    @app.post("/v1/messages", responses=REPLIES)
     async def messages(body: MessagesRequest, tenant: Tenant) -> Response:
         return await service.message(body, tenant)
 
@@ -139,7 +150,7 @@ def _add_speculation_routes(app: FastAPI, service: Service) -> None:
 
 
 def _add_sglang_routes(app: FastAPI, service: Service) -> None:
-    @app.post("/generate")
+    @app.post("/generate", responses=REPLIES)
     async def generate(body: GenerateRequest, tenant: Tenant) -> Response:
         return await service.generate(body, tenant)
 
@@ -161,7 +172,7 @@ def _add_operator_routes(app: FastAPI, service: Service) -> None:
         service.check_ready()
         return {"status": "ok"}
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         alias_model = service.config.model_name if service.config.server.metric_aliases else None
         return Response(prometheus_text(await service.stats(), alias_model), media_type=CONTENT_TYPE)

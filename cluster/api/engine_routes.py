@@ -43,6 +43,10 @@ def add_engine_routes(app: FastAPI, service: Service) -> None:
         await service.check_generation()
         return {"status": "ok"}
 
+    @app.get("/load")
+    async def load() -> Json:
+        return {"server_load": await service.num_requests()}
+
     @app.get("/get_model_info")
     @app.get("/model_info", include_in_schema=False)
     async def model_info() -> Json:

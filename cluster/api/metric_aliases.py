@@ -37,6 +37,11 @@ def _accept_length(snapshot: Snapshot) -> float:
     return 1 + accepted / steps if steps else 0.0
 
 
+def _accept_rate(snapshot: Snapshot) -> float:
+    drafted = number(snapshot, "specray_spec_decode_num_draft_tokens_total")
+    return number(snapshot, "specray_spec_decode_num_accepted_tokens_total") / drafted if drafted else 0.0
+
+
 def _finished(snapshot: Snapshot) -> dict[str, float]:
     counts = snapshot["specray_request_finished_total"]
     assert isinstance(counts, dict)
@@ -65,6 +70,10 @@ VLLM = (
     ),
     Alias("vllm:time_to_first_token_seconds", "histogram", "specray_time_to_first_token_seconds"),
     Alias("vllm:request_time_per_output_token_seconds", "histogram", "specray_time_per_output_token_seconds"),
+    Alias("vllm:inter_token_latency_seconds", "histogram", "specray_inter_token_latency_seconds"),
+    Alias("vllm:request_prompt_tokens", "histogram", "specray_request_prompt_tokens"),
+    Alias("vllm:request_generation_tokens", "histogram", "specray_request_generation_tokens"),
+    Alias("vllm:prompt_tokens_cached_total", "counter", "specray_prefix_cache_hits_total"),
     Alias("vllm:request_queue_time_seconds", "histogram", "specray_request_queue_time_seconds"),
     Alias("vllm:e2e_request_latency_seconds", "histogram", "specray_e2e_request_latency_seconds"),
 )
@@ -80,6 +89,13 @@ SGLANG = (
     Alias("sglang:num_requests_total", "counter", lambda snapshot: sum(_finished(snapshot).values())),
     Alias("sglang:num_aborted_requests_total", "counter", lambda snapshot: _finished(snapshot)[FinishReason.ABORT]),
     Alias("sglang:time_to_first_token_seconds", "histogram", "specray_time_to_first_token_seconds"),
+    Alias("sglang:inter_token_latency_seconds", "histogram", "specray_inter_token_latency_seconds"),
+    Alias("sglang:request_time_per_output_token_seconds", "histogram", "specray_time_per_output_token_seconds"),
+    Alias("sglang:prompt_tokens_histogram", "histogram", "specray_request_prompt_tokens"),
+    Alias("sglang:generation_tokens_histogram", "histogram", "specray_request_generation_tokens"),
+    Alias("sglang:spec_accept_rate", "gauge", _accept_rate),
+    Alias("sglang:spec_verify_calls_total", "counter", "specray_verify_steps_total"),
+    Alias("sglang:num_retracted_requests_total", "counter", "specray_num_preemptions_total"),
     Alias("sglang:queue_time_seconds", "histogram", "specray_request_queue_time_seconds"),
     Alias("sglang:e2e_request_latency_seconds", "histogram", "specray_e2e_request_latency_seconds"),
 )

@@ -43,7 +43,7 @@ from cluster.routing.client import NOT_READY
 from cluster.routing.rollout import DrafterRollout
 from cluster.routing.router_pool import DRAINING, RouterPool
 from specray.engine.request import EngineRequest
-from specray.metrics import Snapshot
+from specray.metrics import Snapshot, number
 from specray.models.tokenizer import sampling_defaults
 from specray.sampling_params import SamplingParams
 
@@ -206,17 +206,25 @@ class Service:
         """Metrics of every connected engine, by its router's replica ID."""
         return await self._router_pool.stats()
 
+    async def num_requests(self) -> int:
+        """Requests that are computed or wait, on all engines."""
+        names = ("specray_num_requests_running", "specray_num_requests_waiting")
+        return int(sum(number(snapshot, name) for snapshot in (await self.stats()).values() for name in names))
+
     def models(self) -> Json:
-        return {"object": "list", "data": [self.model(self.config.model_name)]}
+        names = self.config.server.served_model_name or [self.config.model_name]
+        return {"object": "list", "data": [self.model(name) for name in names]}
 
     def model(self, name: str) -> Json:
         self.check_model(name)
         info = self._router_pool.info
         return {
-            "id": self.config.model_name,
+            "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "specray",
+            "root": self.config.model,
+            "parent": None,
             "max_model_len": info.context_length if info else self.config.context_length,
         }
 
@@ -369,7 +377,7 @@ class Service:
 
     def check_model(self, name: str | None) -> None:
         """ApiError (404) unless a request's `model` is this server's."""
-        if name is not None and name not in self.config.model_names:
+        if name is not None and name not in self.config.model_names and not self.config.server.any_model_name:
             message = f"model={short_repr(name)} is not served here; use {self.config.model_name!r}"
             raise ApiError(404, message, "model", "model_not_found")
 

@@ -22,6 +22,7 @@ ALIASES = {
     "context_length": ("--max-model-len",),
     "mem_fraction_static": ("--mem-fraction",),
     "server.served_model_name": ("--served-model-name",),
+    "server.any_model_name": ("--any-model-name",),
     "server.log_level": ("--log-level",),
     "server.tool_call_parser": ("--tool-call-parser",),
     "server.reasoning_parser": ("--reasoning-parser",),

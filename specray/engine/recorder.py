@@ -42,11 +42,13 @@ class StatsRecorder:
         """
         request, stats = emitted.request, self._stats_of(emitted.request)
         stats.add("specray_generation_tokens_total", num_kept)
-        if request.first_token is not None:
+        before, request.last_token = request.last_token, time.monotonic()
+        if before is not None:
+            stats.observe("specray_inter_token_latency_seconds", request.last_token - before)
             stats.add("specray_draft_budget_tokens_total", num_allowed)
             stats.accepted(emitted.result.num_draft_tokens, num_kept - 1)
             return
-        request.first_token = time.monotonic()
+        request.first_token = request.last_token
         if not request.spec.emitted_token_ids:
             stats.observe("specray_time_to_first_token_seconds", request.first_token - request.arrival)
 
@@ -54,6 +56,8 @@ class StatsRecorder:
         stats, now = self._stats_of(request), time.monotonic()
         stats.add_labelled("specray_request_finished_total", reason.value)
         stats.observe("specray_e2e_request_latency_seconds", now - request.arrival)
+        stats.observe("specray_request_prompt_tokens", request.num_prompt_tokens)
+        stats.observe("specray_request_generation_tokens", request.num_output_tokens)
         if request.first_token is not None and request.num_output_tokens > 1:
             gap = (now - request.first_token) / (request.num_output_tokens - 1)
             stats.observe("specray_time_per_output_token_seconds", gap)

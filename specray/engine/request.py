@@ -73,6 +73,7 @@ class Request:
     prompt_logprobs: list[TokenLogprob] | None = None  # so far, until they are reported; None: not wanted
     started: float | None = None  # when it first left the queue
     first_token: float | None = None
+    last_token: float | None = None
     num_cached_tokens: int = 0
     num_verify_steps: int = 0
     num_draft_tokens: int = 0

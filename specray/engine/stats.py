@@ -10,14 +10,18 @@ MAX_POSITIONS = 64  # acceptance is counted for this many positions
 
 @dataclass(slots=True)
 class Histogram:
-    """Counts per bucket of SECONDS_BUCKETS (the last is +Inf), their number and sum."""
+    """Counts per bucket up to each of `bounds` (the last is +Inf), and the sum of the values."""
 
-    buckets: list[int] = field(default_factory=lambda: [0] * (len(SECONDS_BUCKETS) + 1))
+    bounds: tuple[float, ...] = SECONDS_BUCKETS
+    buckets: list[int] = field(init=False)
     total: float = 0.0
 
-    def observe(self, seconds: float) -> None:
-        self.buckets[bisect_left(SECONDS_BUCKETS, seconds)] += 1
-        self.total += seconds
+    def __post_init__(self) -> None:
+        self.buckets = [0] * (len(self.bounds) + 1)
+
+    def observe(self, value: float) -> None:
+        self.buckets[bisect_left(self.bounds, value)] += 1
+        self.total += value
 
 
 class EngineStats:
@@ -28,7 +32,7 @@ class EngineStats:
         self.labelled: dict[str, dict[str, float]] = {
             m.name: dict.fromkeys(m.label_values, 0) for m in METRICS if m.label is not None
         }
-        self.histograms: dict[str, Histogram] = {m.name: Histogram() for m in METRICS if m.kind == "histogram"}
+        self.histograms: dict[str, Histogram] = {m.name: Histogram(m.bounds) for m in METRICS if m.kind == "histogram"}
         self.name_drafter(drafter)
 
     def add(self, name: str, amount: float = 1) -> None:
@@ -46,8 +50,8 @@ class EngineStats:
         info = self.labelled["specray_drafter_info"]
         info.update(dict.fromkeys(info, 0) | {drafter or "none": 1})
 
-    def observe(self, name: str, seconds: float) -> None:
-        self.histograms[name].observe(seconds)
+    def observe(self, name: str, value: float) -> None:
+        self.histograms[name].observe(value)
 
     def accepted(self, num_draft_tokens: int, num_accepted: int) -> None:
         """Count one verified tree."""
@@ -64,5 +68,6 @@ class EngineStats:
         """A copy for other threads and processes."""
         copy: Snapshot = dict(self.values)
         copy.update({name: dict(series) for name, series in self.labelled.items()})
-        copy.update({name: HistogramSnapshot(list(h.buckets), h.total) for name, h in self.histograms.items()})
+        for name, histogram in self.histograms.items():
+            copy[name] = HistogramSnapshot(list(histogram.buckets), histogram.total, histogram.bounds)
         return copy

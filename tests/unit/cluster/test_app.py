@@ -127,6 +127,7 @@ def test_the_ingress_allows_more_open_requests_than_the_engines_admit(several: d
         ({"model": "owner/name"}, "owner/name"),
         ({"model": "/srv/models/mine/"}, "mine"),
         ({"model": "/srv/mine", "server": {"served_model_name": "yours"}}, "yours"),
+        ({"model": "/srv/mine", "server": {"served_model_name": ["yours", "ours"]}}, "yours"),
     ],
 )
 def test_the_served_name_contains_no_path(options: dict[str, object], name: str) -> None:

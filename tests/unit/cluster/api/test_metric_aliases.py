@@ -27,6 +27,10 @@ DOCUMENTED = {
     "vllm:time_to_first_token_seconds": "histogram",
     "vllm:request_time_per_output_token_seconds": "histogram",
     "vllm:request_queue_time_seconds": "histogram",
+    "vllm:inter_token_latency_seconds": "histogram",
+    "vllm:request_prompt_tokens": "histogram",
+    "vllm:request_generation_tokens": "histogram",
+    "vllm:prompt_tokens_cached": "counter",
     "vllm:e2e_request_latency_seconds": "histogram",
     "sglang:prompt_tokens": "counter",
     "sglang:generation_tokens": "counter",
@@ -37,8 +41,19 @@ DOCUMENTED = {
     "sglang:spec_accept_length": "gauge",
     "sglang:time_to_first_token_seconds": "histogram",
     "sglang:e2e_request_latency_seconds": "histogram",
+    "sglang:inter_token_latency_seconds": "histogram",
+    "sglang:prompt_tokens_histogram": "histogram",
+    "sglang:generation_tokens_histogram": "histogram",
+    "sglang:spec_accept_rate": "gauge",
+    "sglang:spec_verify_calls": "counter",
 }
-COMPUTED = {"sglang:cache_hit_rate", "sglang:spec_accept_length", "sglang:num_requests", "sglang:num_aborted_requests"}
+COMPUTED = {
+    "sglang:cache_hit_rate",
+    "sglang:spec_accept_length",
+    "sglang:spec_accept_rate",
+    "sglang:num_requests",
+    "sglang:num_aborted_requests",
+}
 OURS = {metric.name.removesuffix("_total") for metric in METRICS}
 
 

@@ -226,6 +226,62 @@ def test_a_request_may_use_any_name_of_the_model(serve: Serve, served: str | Non
     asyncio.run(scenario())
 
 
+def test_several_names_are_served_and_the_first_is_shown(serve: Serve) -> None:
+    async def scenario() -> None:
+        async with serve(server={"served_model_name": ["one", "two"]}) as server:
+            models = (await server.http.get("/v1/models")).json()["data"]
+            assert [model["id"] for model in models] == ["one", "two"]
+            assert {model["root"] for model in models} == {"toy"}
+            for name in ("one", "two"):
+                reply = await server.http.post("/v1/completions", json={"prompt": "a", "model": name})
+                assert (reply.status_code, reply.json()["model"]) == (200, "one")
+
+    asyncio.run(scenario())
+
+
+def test_any_model_name_is_answered_with_the_option(serve: Serve) -> None:
+    async def scenario() -> None:
+        async with serve(server={"any_model_name": True}) as server:
+            for path, body in (("/v1/completions", {"prompt": "a"}), ("/generate", {"text": "a"})):
+                assert (await server.http.post(path, json=body | {"model": "gpt-4"})).status_code == 200
+        async with serve() as server:
+            refused = await server.http.post("/generate", json={"text": "a", "model": "gpt-4"})
+            assert_error(refused, 404, code="model_not_found")
+
+    asyncio.run(scenario())
+
+
+def test_openapi_names_the_content_types_that_are_sent(serve: Serve) -> None:
+    generating = {"/v1/chat/completions": CHAT, "/v1/completions": {"prompt": "a"}, "/generate": {"text": "a"}}
+
+    async def scenario() -> None:
+        async with serve() as server:
+            paths = (await server.http.get("/openapi.json")).json()["paths"]
+            for path, body in generating.items():
+                declared = paths[path]["post"]["responses"]["200"]["content"]
+                for stream in (False, True):
+                    reply = await server.http.post(path, json=body | {"stream": stream})
+                    assert reply.headers["content-type"].partition(";")[0] in declared
+            for path in ("/metrics", "/health", "/load", "/v1/models"):
+                declared = paths[path]["get"]["responses"]["200"]["content"]
+                assert list(declared) == [(await server.http.get(path)).headers["content-type"].partition(";")[0]]
+
+    asyncio.run(scenario())
+
+
+def test_the_load_is_the_number_of_requests(serve: Serve) -> None:
+    async def scenario() -> None:
+        async with serve(step_s=0.02) as server:
+            assert (await server.http.get("/load")).json() == {"server_load": 0}
+            running = [asyncio.create_task(server.http.post("/v1/completions", json=LONG)) for _ in range(2)]
+            loads = set()
+            while not all(task.done() for task in running):
+                loads.add((await server.http.get("/load")).json()["server_load"])
+            assert 2 in loads
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize(
     ("method", "path", "options", "status", "fields"),
     [
