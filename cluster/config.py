@@ -94,6 +94,13 @@ class ServerConfig(Options):
         description="Defaults of temperature, top_p, top_k, min_p and repetition_penalty: auto takes those of the "
         "model's generation_config.json, none the API's own.",
     )
+    response_store_mib: int = Field(
+        0,
+        ge=0,
+        le=65_536,
+        description="MiB of responses that each ingress replica keeps in memory for `previous_response_id`; 0 keeps "
+        "none. A response is known to the client's own key and to the replica that made it.",
+    )
     tool_call_parser: ToolCallParserName | None = Field(
         None, description="Format in which the model writes tool calls; null recognizes it by the chat template."
     )

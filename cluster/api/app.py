@@ -124,6 +124,15 @@ def _add_openai_routes(app: FastAPI, service: Service) -> None:
     async def input_tokens(body: InputTokensRequest, tenant: Tenant) -> Json:
         return {"object": "response.input_tokens", "input_tokens": await service.count_tokens(body, tenant)}
 
+    @app.get("/v1/responses/{response_id}")
+    async def stored_response(response_id: str, tenant: Tenant) -> Json:
+        return service.response_store.get(tenant, response_id).reply
+
+    @app.delete("/v1/responses/{response_id}")
+    async def delete_response(response_id: str, tenant: Tenant) -> Json:
+        service.response_store.delete(tenant, response_id)
+        return {"id": response_id, "object": "response", "deleted": True}
+
     @app.get("/v1/models")
     async def models() -> Json:
         return service.models()

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import Response
 
@@ -32,6 +32,7 @@ from cluster.api.protocol import WHOLE_CONTEXT, Body, ChatRequest, OpenAIRequest
 from cluster.api.replies import OpenAIReply, Reply, ReplyMetadata
 from cluster.api.responses.protocol import InputTokensRequest, ResponsesRequest
 from cluster.api.responses.replies import ResponsesReply
+from cluster.api.responses.store import ResponseStore
 from cluster.api.speculation import SpeculationCapabilities
 from cluster.api.streams import EventStream, JsonReply
 from cluster.api.text_pool import TextPool
@@ -56,6 +57,7 @@ GRAMMAR_TIMEOUT = "the request's time limit passed before its grammar was compil
 IGNORED_FIELDS_HEADER = "x-specray-ignored-fields"
 
 Json = dict[str, Any]
+AnyResponsesRequest = TypeVar("AnyResponsesRequest", bound=InputTokensRequest)
 
 
 class Service:
@@ -72,6 +74,7 @@ class Service:
         self._tokenization: Tokenization | None = None
         self._sampling_defaults: Mapping[str, float | int] = {}  # set with it
         self._grammar_check = GrammarCheck()
+        self.response_store = ResponseStore(config.server.response_store_mib * 2**20)
         self.text_pool = TextPool()
         self.tracer = make_tracer(config.server.otlp_traces_endpoint)
         self._created = int(time.time())
@@ -111,20 +114,32 @@ class Service:
         """OpenAI's /v1/responses."""
 
         def reply(metadata: ReplyMetadata, chat: PreparedChat, tokens: TokenTexts) -> Reply:
-            return ResponsesReply(body, metadata, chat.params, tokens, chat.output)
+            return ResponsesReply(body, metadata, chat.params, tokens, chat.output, keep if is_stored else None)
+
+        def keep(response: Json) -> None:
+            self.response_store.add(tenant, response, whole.items)
 
         self.check_model(body.model)
-        return await self._chat(body.for_chat(), tenant, "resp", reply, _headers(body))
+        is_stored = self.response_store.is_enabled and body.store is not False
+        whole = self._continued(body, tenant)
+        return await self._chat(whole.for_chat(), tenant, "resp", reply, _headers(body))
 
     async def count_tokens(self, body: CountTokensRequest | InputTokensRequest, tenant: str) -> int:
         """The length of a conversation's prompt."""
         self.check_model(body.model)
         tokenization = await self._ready()
-        arguments = body.for_chat(), tokenization, self.config.server
+        whole = body if isinstance(body, CountTokensRequest) else self._continued(body, tenant)
+        arguments = whole.for_chat(), tokenization, self.config.server
         num_tokens = await self.text_pool.run(tenant, count_prompt_tokens, *arguments)
         if isinstance(body, CountTokensRequest):
             body.check_context_management(num_tokens)
         return num_tokens
+
+    def _continued(self, body: AnyResponsesRequest, tenant: str) -> AnyResponsesRequest:
+        """A request with the conversation before it. ApiError (404) if the previous response is not stored here."""
+        if body.previous_response_id is None:
+            return body
+        return body.continuing(self.response_store.get(tenant, body.previous_response_id).items)
 
     async def completion(self, body: CompletionRequest, tenant: str) -> Response:
         self.check_model(body.model)

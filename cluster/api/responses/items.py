@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, Tag
+from pydantic import Field, Tag, TypeAdapter
 
 from cluster.api.messages import BY_SHAPE, MAX_PARTS, CallId, FunctionName, Part, Text, by_type
 from cluster.api.responses.tools import INPUT, chat_name
@@ -139,6 +139,7 @@ Item = Annotated[
     ),
 ]
 Items = Annotated[list[Item], Field(max_length=MAX_ITEMS, fail_fast=True), Tag("[list]")]
+ITEMS: TypeAdapter[list[AnyItem]] = TypeAdapter(list[Item])
 Input = Annotated[Text | Items, BY_SHAPE]
 
 

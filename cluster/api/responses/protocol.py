@@ -1,15 +1,15 @@
 """The body of /v1/responses, and its translation to a chat request."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from cluster.api.messages import Part, check_number_of_parts
 from cluster.api.protocol import Body, ChatRequest, ModelName, ReasoningEffort, RequestName, RequestOptions, Sampling
 from cluster.api.request_fields import GENERATION, REFUSED, Refusal, Refusals
-from cluster.api.responses.items import HostedItem, Input, chat_messages
+from cluster.api.responses.items import AnyItem, HostedItem, Input, MessageItem, chat_messages
 from cluster.api.responses.tools import FunctionChoice, ResponseTools, ToolSet
 from specray.errors import InvalidRequestError
 from specray.sampling_params import AllowedTokenIds, MaxTokens, MinTokens, NumLogprobs, Seed
@@ -31,7 +31,6 @@ Included = Literal[
 
 # Fields that need what this server does not have.
 _STATELESS: Refusals = {
-    "previous_response_id": Refusal((), "responses are not stored, so send the whole conversation in input"),
     "conversation": Refusal((), "conversations are not stored, so send the whole conversation in input"),
     "background": Refusal((False,), "responses are not stored, so none can be fetched later; set background=false"),
     "prompt": Refusal((), "there are no stored prompts; send instructions and input"),
@@ -67,7 +66,8 @@ class InputTokensRequest(Sampling, RequestOptions):
     refusals = REFUSED | _STATELESS
 
     model: ModelName | None = None
-    input: Input
+    input: Input = Field(default_factory=list)
+    previous_response_id: Annotated[str, Field(max_length=256)] | None = None
     instructions: str | None = None
     tools: ResponseTools | None = None
     tool_choice: FunctionChoice | None = None
@@ -89,8 +89,7 @@ class InputTokensRequest(Sampling, RequestOptions):
     def _ignored_parts(self) -> list[str]:
         reasoning = (self.reasoning.model_extra if self.reasoning else None) or {}
         has_verbosity = self.text is not None and self.text.verbosity not in (None, "medium")
-        items = [] if isinstance(self.input, str) else self.input
-        hosted = [f"input.{item.type}" for item in items if isinstance(item, HostedItem)]
+        hosted = [f"input.{item.type}" for item in self.items if isinstance(item, HostedItem)]
         return [
             *(f"reasoning.{key}" for key, value in reasoning.items() if value is not None),
             *(["text.verbosity"] if has_verbosity else []),
@@ -99,6 +98,14 @@ class InputTokensRequest(Sampling, RequestOptions):
             *dict.fromkeys(hosted),
         ]
 
+    @property
+    def items(self) -> list[AnyItem]:
+        return [MessageItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+
+    def continuing(self, conversation: Sequence[AnyItem]) -> Self:
+        """The same request with the whole conversation in `input`."""
+        return self.model_copy(update={"input": [*conversation, *self.items]})
+
     def for_chat(self) -> ChatRequest:
         """The same request for chat completions. Raises ApiError."""
         return ChatRequest.translated(self._chat_fields())
@@ -106,8 +113,7 @@ class InputTokensRequest(Sampling, RequestOptions):
     def _chat_fields(self) -> Json:
         own = {name: getattr(self, name) for name in {**Sampling.model_fields, **RequestOptions.model_fields}}
         system = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        turns = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else chat_messages(self.input)
-        messages = [*system, *turns]
+        messages = [*system, *chat_messages(self.items)]
         if not messages:
             raise InvalidRequestError("input has no message; send one, or instructions", "input")
         return own | {

@@ -1,7 +1,7 @@
 """Replies of /v1/responses, whole and as OpenAI's sequence of events."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from cluster.api.chat_output import ChatOutput, is_cut
@@ -30,9 +30,12 @@ class ResponsesReply:
         params: SamplingParams,
         tokens: TokenTexts,
         output_format: ChatOutput,
+        keep: Callable[[Json], None] | None,
     ) -> None:
+        """`keep` stores a complete response; None if it is not to be stored."""
         self._choices = empty_choices([params])
         self._body = body
+        self._keep = keep
         self._metadata = metadata
         self._params = params
         self._tokens = tokens
@@ -65,7 +68,7 @@ class ResponsesReply:
 
     def closing(self) -> list[Json]:
         kind = "response.completed" if self._status == "completed" else "response.incomplete"
-        return self._numbered([{"type": kind, "response": self._response(self._status, self._items.items)}])
+        return self._numbered([{"type": kind, "response": self._kept(self._items.items)}])
 
     def whole(self) -> Json:
         choice, items = self._choices[0], self._new_items()
@@ -74,7 +77,13 @@ class ResponsesReply:
             pass
         for _ in items.finish(self._item_status):
             pass
-        return self._response(self._status, items.items)
+        return self._kept(items.items)
+
+    def _kept(self, output: list[Json]) -> Json:
+        response = self._response(self._status, output)
+        if self._keep is not None:
+            self._keep(response)
+        return response
 
     def _new_items(self) -> OutputItems:
         return OutputItems(self._id, self._body.wants_logprobs, self._body.tool_set.by_chat_name)
@@ -125,13 +134,13 @@ class ResponsesReply:
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "presence_penalty": self._params.presence_penalty,
             "frequency_penalty": self._params.frequency_penalty,
-            "previous_response_id": None,
+            "previous_response_id": body.previous_response_id,
             "prompt_cache_key": body.prompt_cache_key,
             "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
             "background": False,
             "safety_identifier": None,
             "service_tier": "default",
-            "store": False,
+            "store": self._keep is not None,
             "temperature": self._params.temperature,
             "text": {"format": {"type": "text"}} | (body.text.model_dump(exclude_none=True) if body.text else {}),
             "tool_choice": _tool_choice(body),
