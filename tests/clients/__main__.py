@@ -45,8 +45,8 @@ def config(folder: Path) -> AppConfig:
     return AppConfig(
         model=EMBEDDED_MODEL,
         device="cpu",
-        context_length=2048,  # the model may write until it is full, and llm-comply sends no limit
-        max_total_tokens=16384,
+        context_length=8192,  # the agents' instructions and tools take most of it
+        max_total_tokens=32768,
         speculative={"algorithm": "NGRAM"},  # type: ignore[arg-type]
         server={"api_key_file": str(keys), "served_model_name": NAME},  # type: ignore[arg-type]
     )

@@ -18,10 +18,11 @@ class Client(NamedTuple):
 
     name: str
     script: str
+    command: str | None = None  # where npm puts a program that the script and the page's examples run, as a pattern
 
     @property
     def is_node(self) -> bool:
-        return self.script.endswith(".mjs")
+        return self.command is not None or self.script.endswith(".mjs")
 
     @property
     def requirements(self) -> Path:
@@ -44,29 +45,42 @@ CLIENTS = {
         Client("pydantic-ai", "use_pydantic_ai.py"),
         Client("anthropic", "use_anthropic.py"),
         Client("llm-comply", "use_llm_comply.py"),
+        Client("claude-code", "use_claude_code.py", "@anthropic-ai/claude-code-*/claude"),
+        Client("codex", "use_codex.py", "@openai/codex-*/vendor/*/bin/codex"),
+        Client("opencode", "use_opencode.py", "opencode-*/bin/opencode"),
+        Client("open-webui", "use_open_webui.py"),
     )
 }
 
 
 class Environment(NamedTuple):
-    """Where a client is installed, and the program that runs its scripts."""
+    """Where a client is installed, the program that runs its scripts, and the folder of its own command."""
 
     folder: Path
     program: Path
+    commands: Path | None = None
 
 
 def environment_of(client: Client, build: Path, say: Callable[[str], None]) -> Environment:
     """The client's environment under `build`, made again when its requirements change. InstallError if it cannot be."""
     folder = build / client.name
     marker, recipe = folder / INSTALLED, client.requirements.read_text(encoding="utf-8")
-    program = folder / ("node_modules/node/bin/node" if client.is_node else "bin/python")
     if marker.is_file() and marker.read_text(encoding="utf-8") == recipe:
-        return Environment(folder, program)
+        return _environment(client, folder)
     say(f"installing {client.name} in {folder}: once")
     shutil.rmtree(folder, ignore_errors=True)
     (_install_node if client.is_node else _install_python)(client, folder)
     marker.write_text(recipe, encoding="utf-8")
-    return Environment(folder, program)
+    return _environment(client, folder)
+
+
+def _environment(client: Client, folder: Path) -> Environment:
+    if client.command is None:
+        return Environment(folder, folder / ("node_modules/node/bin/node" if client.is_node else "bin/python"))
+    found = sorted(folder.glob(f"node_modules/{client.command}"))  # of the platform: npm chooses among its packages
+    if not found:
+        raise InstallError(f"npm installed no {client.command}; the client has no program for this platform")
+    return Environment(folder, Path(sys.executable), found[0].parent)
 
 
 def _install_python(client: Client, folder: Path) -> None:

@@ -13,7 +13,7 @@ from tests.clients.environments import Client, Environment
 PAGE = Path(__file__).parents[2] / "docs" / "clients.md"
 SERVER, NO_KEY = "http://127.0.0.1:8000", '"none"'  # in the page's examples
 TIMEOUT_S = 300.0
-LANGUAGES = {"python": ".py", "javascript": ".mjs"}
+LANGUAGES = {"python": ".py", "javascript": ".mjs", "bash": ".sh"}
 
 
 class Outcome(NamedTuple):
@@ -74,14 +74,17 @@ def examples(page: str, client: str) -> Iterator[tuple[str, Script]]:
 
 
 def _start(environment: Environment, script: Path, variables: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    names = ("PATH", "HOME", "LANG", "TMPDIR", "SSL_CERT_FILE")
-    own = {name: os.environ[name] for name in names if name in os.environ}
-    command = [str(environment.program), str(script)]
+    names = ("PATH", "LANG", "TMPDIR", "SSL_CERT_FILE")
+    own = {name: os.environ[name] for name in names if name in os.environ} | {"HOME": str(environment.folder)}
+    if environment.commands is not None:
+        own["PATH"] = f"{environment.commands}{os.pathsep}{own['PATH']}"
+    command = ["bash", "-e", str(script)] if script.suffix == ".sh" else [str(environment.program), str(script)]
     try:
         return subprocess.run(
             command,
             cwd=environment.folder,
             env=own | dict(variables),
+            stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             check=False,

@@ -19,6 +19,10 @@ PACKAGES = {
     "openai-node": "openai",
     "llama-index": "llama-index-llms-openai-like",
     "pydantic-ai": "pydantic-ai-slim",
+    "claude-code": "@anthropic-ai/claude-code",
+    "codex": "@openai/codex",
+    "opencode": "opencode-ai",
+    "open-webui": "aiohttp",
 }
 SCRIPT = """
 from report import equal, run, scenario

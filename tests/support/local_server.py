@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -26,9 +27,10 @@ START_TIMEOUT_S = 120.0  # loading a model
 
 
 class LocalRanks(LocalExecutor):
-    """A `RayExecutor` without Ray."""
+    """A `RayExecutor` without Ray. It drafts itself, also where an actor would."""
 
     rank_nodes = ("127.0.0.1",)
+    drafter = SimpleNamespace(state=SimpleNamespace(absence=""))
 
     def failure(self) -> str | None:
         return None

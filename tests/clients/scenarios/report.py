@@ -41,11 +41,11 @@ def scenario(body: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def run(package: str) -> None:
-    """Run all scenarios, and print the package's version and their outcomes.
+    """Run all scenarios, and print the version and their outcomes. `package` is one of Python, or the version itself.
 
     Asynchronous ones share an event loop, because some clients keep connections for all of a process.
     """
-    print(json.dumps({"version": version(package)}), flush=True)
+    print(json.dumps({"version": package if package[0].isdigit() else version(package)}), flush=True)
     with asyncio.Runner() as runner:
         for body in _scenarios:
             error = None
