@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from tests.support.fast_interpreter import patch_interpreter
+from tests.support.skips import pytest_sessionfinish  # noqa: F401 — a hook
 from tests.support.stories import write_stories
 from tests.support.toy import write_toy
 

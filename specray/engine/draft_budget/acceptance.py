@@ -27,6 +27,7 @@ class RequestAcceptance:
     num_unread_tokens: int = 0  # computed in steps after which the drafter was not called
     num_in_row: int = 0  # drafts accepted since the last rejected one
     num_last: int = 0  # drafts of the last tree that had any
+    num_trees: int = 0  # whose scores are known
 
     def add(self, accepted: int, expected: float) -> None:
         """Count a tree."""

@@ -26,7 +26,8 @@ STEPS_PER_SAVE, FIRST_SAVES = 1024, (64, 256)  # of the costs, in steps that wer
 STEPS_PER_UPDATE = 16  # of what was learnt from trees; every step, it would take as long as all other choices
 # Steps without drafts of a draft model, after which what was learnt of it counts no more: requests may accept more than
 # those that turned it off, and while it reads no prompts, nothing else shows that. Doubles while drafts do not pay.
-FORGET_AFTER, FORGET_AFTER_MOST = 2048, 16384
+FORGET_AFTER, FORGET_AFTER_MOST = 1024, 8192
+TREES_OF_ONE_REQUEST = 8  # when it is tried anew, because one request may be unlike the others
 LEAST_SCORE = 1e-6  # asks for scores, and keeps every node
 # A step with drafts counts as this many times its measured time, so that plain decoding wins what is within the noise.
 DRAFTING_MARGIN = 1.02
@@ -50,6 +51,10 @@ class Disuse:
 
     num_steps: int = 0
     limit: int = FORGET_AFTER
+
+    @property
+    def is_tried_anew(self) -> bool:
+        return self.limit > FORGET_AFTER
 
 
 class AutoBudget:
@@ -151,6 +156,7 @@ class AutoBudget:
             self._scores.setdefault(request.drafter, ScoreAcceptance())
             return
         if has_scores and scores:
+            request.num_trees += 1
             trees = self._new_trees.setdefault(request.drafter, [])
             trees.append((request, VerifiedTree(scores, num_drafts, accepted_nodes)))
         elif num_drafts:
@@ -248,7 +254,11 @@ class AutoBudget:
         """Whether too few trees were seen of its drafter, and its own would count."""
         if not request.most or not request.teaches or not request.acceptance.is_read:
             return False
-        known = self._scores.get(request.acceptance.drafter) or self._nodes.get(request.acceptance.drafter)
+        drafter = request.acceptance.drafter
+        is_tried_anew = drafter in self._disuse and self._disuse[drafter].is_tried_anew
+        if is_tried_anew and request.acceptance.num_trees >= TREES_OF_ONE_REQUEST:
+            return False
+        known = self._scores.get(drafter) or self._nodes.get(drafter)
         return known is None or known.num_trees < NUM_FIRST_TREES
 
 
