@@ -43,6 +43,16 @@ class Session:
     def target(self) -> TargetModel:
         return target_of(self._llm)
 
+    def served_budget(self, speculative: SpeculativeConfig) -> str:
+        """The budget of a server on this machine with these options: see `make_budget`."""
+        capacity = self._llm.engine.capacity
+        learns = (
+            capacity.is_batch_invariant
+            and speculative.ignores_drafts
+            and self.target.embedding.weight.device.type == "cpu"
+        )
+        return speculative.budget or ("auto" if learns else "static")
+
     def drop(self, name: str) -> None:
         """Free a variant, its head and its KV pool."""
         self._variants.pop(name, None)

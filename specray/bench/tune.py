@@ -1,6 +1,7 @@
 """The search for the fastest draft tree, by successive halving.
 
 In every round plain decoding and the remaining trees take turns on the same prompts. Then the slower half is dropped.
+Trees are measured under the limit and the budget that a server with the same options would have.
 """
 
 import argparse
@@ -63,6 +64,12 @@ class Candidate:
         """The geometric mean of the ratios over the batch sizes."""
         return geometric_mean(self.ratio(size) for size in self.ratios)
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """Those that differ from the defaults, and those that decide how many drafts a step has."""
+        limits = {"max_step_draft_tokens", "budget"}
+        return self.speculative.model_dump(exclude_defaults=True) | self.speculative.model_dump(include=limits)
+
     def note(self, batch_size: int, records: Sequence[Record]) -> None:
         summary = summarise(records)[self.tree][ALL]
         self.ratios.setdefault(batch_size, []).extend(speed_ratios(records, self.tree, PLAIN))
@@ -91,6 +98,9 @@ def run_and_report(options: argparse.Namespace, config: EngineConfig) -> None:
     prompts = _prompts(options.prompts, max(options.batch_sizes))
     settings = Settings(max_tokens=options.max_tokens, temperature=options.temperature, seed=options.seed)
     session = Session(config, progress=sys.stderr.isatty())
+    budget = session.served_budget(speculative)
+    for candidate in contenders:
+        candidate.speculative = candidate.speculative.model_copy(update={"budget": budget})
     outcome = search(session, contenders, prompts, settings, options.batch_sizes, options.rounds, options.limit)
     block = yaml_block(outcome.best)
     print(f"{to_table(outcome)}\n\n{output(outcome)}\n\n{block}\n{machine.one_line()}")
@@ -98,14 +108,21 @@ def run_and_report(options: argparse.Namespace, config: EngineConfig) -> None:
 
 
 def make_candidates(speculative: SpeculativeConfig, trees: Sequence[str] | None = None) -> list[Candidate]:
-    """The trees to try with a method, including the configured one. Raises ConfigError."""
+    """The trees to try with a method, including the configured one. Raises ConfigError.
+
+    Of the usual ones, those with more drafts than `max_step_draft_tokens` are left out: it would cut them.
+    """
     if speculative.algorithm is None:
         raise ConfigError("plain decoding has no draft tree to tune; choose a drafting method with --method")
-    names = list(trees or (TREES if "eagle_topk" in method_of(speculative.algorithm).options else NODES))
+    most = speculative.max_step_draft_tokens
+    usual = TREES if "eagle_topk" in method_of(speculative.algorithm).options else NODES
+    uncut = [name for name in usual if most is None or int(name.rpartition("-")[2]) <= most + 1]
+    names = list(trees or uncut or usual[:1])
     configured = tree_name(speculative)
     if configured not in (*names, "auto"):
         names.append(configured)
-    return [Candidate(name, with_tree(speculative, name)) for name in names]
+    limit = {"max_step_draft_tokens": most}
+    return [Candidate(name, with_tree(speculative, name).model_copy(update=limit)) for name in names]
 
 
 def search(
@@ -196,15 +213,13 @@ def output(outcome: Outcome) -> str:
 def yaml_block(best: Candidate) -> str:
     """The `speculative` options as YAML, with the measurement in the first line."""
     measured = ", ".join(f"{best.ratio(size):.2f} x plain at batch size {size}" for size in best.ratios)
-    options = {"speculative": best.speculative.model_dump(exclude_defaults=True)}
-    return f"# specray tune: {measured}\n{yaml.safe_dump(options, sort_keys=False)}"
+    return f"# specray tune: {measured}\n{yaml.safe_dump({'speculative': best.options}, sort_keys=False)}"
 
 
 def to_json(outcome: Outcome) -> dict[str, Any]:
     """Everything measured, ready for JSON; `candidates` in the ranking's order."""
     candidates = [{**asdict(c), "speculative": c.speculative.model_dump(), "score": c.score} for c in outcome.ranking]
-    best = outcome.best.speculative.model_dump(exclude_defaults=True)
-    return {"best": best, "plain_tokens_per_s": outcome.plain_tokens_per_s, "candidates": candidates}
+    return {"best": outcome.best.options, "plain_tokens_per_s": outcome.plain_tokens_per_s, "candidates": candidates}
 
 
 def write_files(folder: Path, outcome: Outcome, config: EngineConfig, settings: Settings, block: str) -> None:

@@ -73,6 +73,15 @@ def test_the_configured_tree_is_a_candidate() -> None:
     assert {c.tree for c in make_candidates(SpeculativeConfig(algorithm="NGRAM"))} == set(tune.NODES)
 
 
+def test_a_limit_on_the_drafts_of_a_step_is_kept_and_leaves_out_trees_that_it_would_cut() -> None:
+    limited = METHOD.model_copy(update={"max_step_draft_tokens": 7})
+    candidates = make_candidates(limited)
+    assert [candidate.tree for candidate in candidates] == ["2-1-3", "3-1-4", "5-1-6", "3-2-6", "4-2-8", "5-4-8"]
+    assert {candidate.speculative.max_step_draft_tokens for candidate in candidates} == {7}
+    assert len(make_candidates(limited, ["6-8-16"])) == 1
+    assert make_candidates(METHOD.model_copy(update={"max_step_draft_tokens": 1}))[0].tree == "2-1-3"
+
+
 @pytest.mark.parametrize("tree", ["0-1-2", "3-1-1", "3-1-1000"])
 def test_impossible_trees_are_refused_before_anything_is_loaded(tree: str) -> None:
     with pytest.raises(ConfigError, match=tree):
@@ -89,6 +98,7 @@ def test_the_block_is_what_a_configuration_takes() -> None:
     assert block.startswith("# specray tune: 1.80 x plain at batch size 1, 1.20 x plain at batch size 8\n")
     config = EngineConfig.model_validate(yaml.safe_load(block))
     assert config.speculative == METHOD.model_copy(update={"num_steps": 5, "eagle_topk": 4, "num_draft_tokens": 8})
+    assert {"max_step_draft_tokens", "budget"} <= yaml.safe_load(block)["speculative"].keys(), "also where null"
 
 
 def test_the_result_names_a_better_tree_for_one_batch_size() -> None:
