@@ -24,6 +24,7 @@ class TokenLogprob(NamedTuple):
     token_id: int
     logprob: float
     top: list[tuple[int, float]]  # the most likely (token id, logprob), best first
+    chosen: tuple[tuple[int, float], ...] = ()  # those of the request's `logprob_token_ids`
 
 
 class RequestUsage(NamedTuple):

@@ -18,6 +18,7 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
 MAX_ALLOWED_TOKENS = 1024
 MAX_BIASED_TOKENS = 300
+MAX_BANNED_SEQUENCES = 512
 MAX_TOP_K = 2**31 - 1  # more than any vocabulary has
 ANY_SEED = -1  # asks for a random one, as in vLLM and SGLang
 
@@ -39,6 +40,9 @@ StopTokenIds = Annotated[list[TokenId], Field(max_length=64)]
 NumChoices = Annotated[int, Field(ge=1, le=MAX_CHOICES)]
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 AllowedTokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_TOKENS)]
+LogprobTokenIds = Annotated[list[TokenId], Field(max_length=MAX_ALLOWED_TOKENS)]
+TokenSequence = Annotated[list[TokenId], Field(min_length=1, max_length=64)]
+BannedSequences = Annotated[list[TokenSequence], Field(max_length=MAX_BANNED_SEQUENCES)]
 PromptPosition = Annotated[int, Field(ge=0, le=10_000_000)]
 
 
@@ -79,6 +83,8 @@ class SamplingParams:
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     allowed_token_ids: AllowedTokenIds | None = None
+    banned_sequences: BannedSequences = Field(default_factory=list)  # of tokens; the output has none of them
+    logprob_token_ids: LogprobTokenIds = Field(default_factory=list)  # reported with each token's log probability
     prompt_logprobs: NumLogprobs | None = None
     prompt_logprobs_start: PromptPosition = 0
     grammar: GrammarSpec | None = None  # the output matches it, unless max_tokens ends it before

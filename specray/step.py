@@ -72,6 +72,8 @@ class SamplingOptions(NamedTuple):
     logprobs: int | None
     allowed_token_ids: list[int] | None = None  # no other token is sampled
     grammar: GrammarSpec | None = None
+    banned_sequences: list[list[int]] | None = None  # of tokens; their last one is not sampled after the others
+    logprob_token_ids: list[int] | None = None  # reported with each token's log probability
 
 
 class PromptLogprobs(NamedTuple):

@@ -66,4 +66,7 @@ def _request_result(*fields: Any) -> RequestResult:
 def _token_logprobs(entries: list[Any] | None) -> list[TokenLogprob] | None:
     if entries is None:
         return None
-    return [TokenLogprob(token, value, [(id_, at) for id_, at in top]) for token, value, top in entries]
+    return [
+        TokenLogprob(token, value, [(id_, at) for id_, at in top], tuple((id_, at) for id_, at in chosen))
+        for token, value, top, chosen in entries
+    ]

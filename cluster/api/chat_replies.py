@@ -38,8 +38,8 @@ class ChatReply(OpenAIReply):
         return chunks
 
     def whole(self) -> Json:
-        scores = {"prompt_logprobs": self._prompt_logprobs(self.choices[0])} if self._options.prompt_logprobs else {}
-        return super().whole() | self._of_prompt() | scores
+        scores = self._prompt_logprobs(self.choices[0]) if self._options.prompt_logprobs else None
+        return super().whole() | self._of_prompt() | {"prompt_logprobs": scores}
 
     def _of_prompt(self) -> Json:
         return {"prompt_token_ids": self._prompts[0]} if self._options.token_ids else {}
@@ -79,7 +79,7 @@ class ChatReply(OpenAIReply):
         return {"content": [self._logprob(entry) for entry in logprobs], "refusal": None}
 
     def _logprob(self, entry: TokenLogprob) -> Json:
-        top = [self._token(token_id, value) for token_id, value in entry.top]
+        top = [self._token(token_id, value) for token_id, value in entry.chosen or entry.top]
         return self._token(entry.token_id, entry.logprob) | {"top_logprobs": top}
 
     def _token(self, token_id: int, logprob: float) -> Json:

@@ -32,6 +32,12 @@ class CompletionRequest(OpenAIRequest):
     add_special_tokens: bool | None = None
 
     @model_validator(mode="after")
+    def _chosen_logprobs_need_logprobs(self) -> Self:
+        if self.logprob_token_ids and self.logprobs is None:
+            raise InvalidRequestError("logprob_token_ids requires logprobs; set logprobs=0", "logprob_token_ids")
+        return self
+
+    @model_validator(mode="after")
     def _choices_are_bounded(self) -> Self:
         check_choices(len(self.prompt.items), self.num_generated)
         return self

@@ -71,8 +71,8 @@ class CompletionReply(OpenAIReply):
         return prompt | super()._token_ids(choice, token_ids)
 
     def _extras(self, choice: Completion) -> Json:
-        scores = {"prompt_logprobs": self._prompt_logprobs(choice)} if self._options.prompt_logprobs else {}
-        return super()._extras(choice) | scores
+        scores = self._prompt_logprobs(choice) if self._options.prompt_logprobs else None
+        return super()._extras(choice) | {"prompt_logprobs": scores}
 
     def _offsets_of(self, choice: Completion) -> "TextOffsets":
         prompt = self._prompt_of(choice)
@@ -119,7 +119,7 @@ class CompletionReply(OpenAIReply):
     def _top(self, entry: TokenLogprob) -> Json:
         pairs = [
             (entry.token_id, entry.logprob),
-            *reversed(entry.top),
+            *reversed(entry.chosen or entry.top),
         ]  # of tokens with equal text, the most likely one is kept
         return {self._tokens(token_id).text: finite(value) for token_id, value in pairs}
 

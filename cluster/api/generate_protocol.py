@@ -10,7 +10,7 @@ from cluster.api.prompts import MAX_PROMPTS, PromptField, PromptSet, check_choic
 from cluster.api.protocol import FROM_TEXT, GrammarFields, ModelName, RequestName, RequestOptions, Sampling
 from cluster.api.request_fields import GENERATION, HARMLESS, REFUSED
 from specray.errors import InvalidRequestError
-from specray.sampling_params import MaxTokens, MinTokens, NumLogprobs, SamplingParams, Seed
+from specray.sampling_params import LogprobTokenIds, MaxTokens, MinTokens, NumLogprobs, SamplingParams, Seed
 
 GENERATE_MAX_TOKENS = 128  # SGLang's default
 FROM_THE_END = -1  # logprob_start_len: no log probabilities of the prompt
@@ -46,14 +46,21 @@ class GenerateSampling(Sampling, GrammarFields):
                 )
         return value
 
-    def sampling(self, logprobs: int | None, prompt_logprobs_start: int | None) -> SamplingParams:
+    def sampling(
+        self, logprobs: int | None, prompt_logprobs_start: int | None, logprob_token_ids: list[int]
+    ) -> SamplingParams:
         """`prompt_logprobs_start` is None without log probabilities of the prompt."""
+        if logprob_token_ids and prompt_logprobs_start is not None:
+            raise InvalidRequestError(
+                "token_ids_logprob is reported for the output only; leave logprob_start_len out", "token_ids_logprob"
+            )
         return self._params(
             seed=self.sampling_seed,
             max_tokens=GENERATE_MAX_TOKENS if self.max_new_tokens is None else self.max_new_tokens,
             min_tokens=self.min_new_tokens,
             include_stop_str_in_output=self.no_stop_trim,
             logprobs=logprobs,
+            logprob_token_ids=logprob_token_ids,
             grammar=self.grammar,
             prompt_logprobs=None if prompt_logprobs_start is None else logprobs,
             prompt_logprobs_start=prompt_logprobs_start,
@@ -84,6 +91,7 @@ class GenerateRequest(RequestOptions):
     return_logprob: PerPrompt[bool] | None = None
     logprob_start_len: PerPrompt[Annotated[int, Field(ge=FROM_THE_END, le=10_000_000)]] | None = None
     top_logprobs_num: PerPrompt[NumLogprobs] | None = None
+    token_ids_logprob: LogprobTokenIds | list[LogprobTokenIds] | None = None  # one list for all prompts, or one each
     return_text_in_logprobs: bool | None = None
     rid: PerPrompt[RequestName] | None = None
 
@@ -103,6 +111,11 @@ class GenerateRequest(RequestOptions):
                     f"{name} has {len(value)} elements for {num_prompts} prompts; send one for each, or one for all",
                     name,
                 )
+        if (num_lists := len(self._chosen_token_ids())) != num_prompts:
+            raise InvalidRequestError(
+                f"token_ids_logprob has {num_lists} lists for {num_prompts} prompts; send one for each, or one for all",
+                "token_ids_logprob",
+            )
         counts = {options.n or 1 for options in _each(self.sampling_params, num_prompts)}
         if len(counts) > 1:
             raise InvalidRequestError(
@@ -137,12 +150,23 @@ class GenerateRequest(RequestOptions):
         """The options of each prompt."""
         num_prompts = len(self.prompt.items)
         columns = (self.sampling_params, self.return_logprob, self.top_logprobs_num, self.logprob_start_len)
+        chosen = self._chosen_token_ids()
         return [
             options.sampling(
-                (num_top or 0) if wants else None, None if not wants or start in (None, FROM_THE_END) else start
+                (num_top or 0) if wants else None,
+                None if not wants or start in (None, FROM_THE_END) else start,
+                token_ids if wants else [],
             )
-            for options, wants, num_top, start in zip(*(_each(column, num_prompts) for column in columns), strict=True)
+            for options, wants, num_top, start, token_ids in zip(
+                *(_each(column, num_prompts) for column in columns), chosen, strict=True
+            )
         ]
+
+    def _chosen_token_ids(self) -> list[list[int]]:
+        """`token_ids_logprob` of each prompt."""
+        chosen: Any = self.token_ids_logprob or []
+        is_per_prompt = bool(chosen) and isinstance(chosen[0], list)
+        return chosen if is_per_prompt else [chosen] * len(self.prompt.items)
 
 
 def _each(value: Any, count: int) -> Sequence[Any]:

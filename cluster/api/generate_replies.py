@@ -75,6 +75,9 @@ class GenerateReply:
         }
         if choice.logprobs is not None:
             meta |= self._logprobs("output", choice.logprobs) | self._logprobs("input", [])
+            if self._prompts[choice.index].params.logprob_token_ids:
+                chosen = [[self._entry(*pair) for pair in entry.chosen] for entry in choice.logprobs]
+                meta |= {"output_token_ids_logprobs": chosen, "input_token_ids_logprobs": []}
         if choice.prompt_logprobs is not None:
             meta |= self._logprobs("input", choice.prompt_logprobs, *self._unscored(choice))
         return meta

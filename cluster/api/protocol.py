@@ -27,10 +27,12 @@ from cluster.api.request_fields import GENERATION, REFUSED, Refusals, check_refu
 from specray.errors import InvalidRequestError
 from specray.grammar import GrammarSpec
 from specray.sampling_params import (
+    MAX_BANNED_SEQUENCES,
     MAX_BIASED_TOKENS,
     AdditivePenalty,
     AllowedTokenIds,
     LogitBias,
+    LogprobTokenIds,
     MaxTokens,
     MinP,
     MinTokens,
@@ -130,6 +132,7 @@ FROM_TEXT = BeforeValidator(_number)
 Stop = Annotated[StopStrings, BeforeValidator(_listed, json_schema_input_type=StopString | StopStrings)]
 BiasByToken = Annotated[LogitBias, BeforeValidator(_integer_keys), at_most(MAX_BIASED_TOKENS)]
 ModelName = Annotated[str, Field(min_length=1, max_length=256)]
+BadWords = Annotated[list[StopString], Field(max_length=MAX_BANNED_SEQUENCES // 2, fail_fast=True)]
 CacheSalt = Annotated[str, Field(max_length=256)]
 Timeout = Annotated[float, Field(gt=0.0, le=86_400.0, allow_inf_nan=False)]
 RequestName = Annotated[str, Field(min_length=1, max_length=256)]  # by which /abort_request finds a request
@@ -189,7 +192,7 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "
 
 class StreamOptions(Body):
     include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None  # vLLM's: each chunk has the usage so far
+    continuous_usage_stats: bool | None = None  # vLLM's: with include_usage, each chunk has the usage so far
 
 
 class Speculation(Body):
@@ -256,6 +259,8 @@ class OpenAIRequest(Sampling, GrammarFields, RequestOptions):
     allowed_token_ids: AllowedTokenIds | None = None
     truncate_prompt_tokens: PromptLimit | None = None
     truncation_side: Literal["left", "right"] | None = None  # which end of the prompt is dropped; left without it
+    bad_words: BadWords | None = None
+    logprob_token_ids: LogprobTokenIds | None = None
     prompt_logprobs: NumLogprobs | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -290,10 +295,9 @@ class OpenAIRequest(Sampling, GrammarFields, RequestOptions):
     @property
     def reply_options(self) -> ReplyOptions:
         stream = self.stream_options or StreamOptions()
-        continuous = bool(stream.continuous_usage_stats)
         return ReplyOptions(
-            continuous or bool(stream.include_usage),
-            continuous,
+            bool(stream.include_usage),
+            bool(stream.include_usage and stream.continuous_usage_stats),
             bool(self.return_token_ids),
             self.prompt_logprobs is not None,
         )
@@ -307,6 +311,7 @@ class OpenAIRequest(Sampling, GrammarFields, RequestOptions):
             allowed_token_ids=self.allowed_token_ids,
             logprobs=logprobs,
             grammar=self.grammar,
+            logprob_token_ids=self.logprob_token_ids,
             **({"prompt_logprobs": self.prompt_logprobs} | own),
         )
 
@@ -389,6 +394,8 @@ class ChatRequest(OpenAIRequest):
 
     @model_validator(mode="after")
     def _top_logprobs_need_logprobs(self) -> Self:
+        if self.logprob_token_ids and not self.logprobs:
+            raise InvalidRequestError("logprob_token_ids requires logprobs=true; set it", "logprob_token_ids")
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequestError(
                 f"top_logprobs={self.top_logprobs} requires logprobs=true; set logprobs=true or leave top_logprobs out",

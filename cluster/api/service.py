@@ -163,7 +163,10 @@ class Service:
         body = body.with_defaults(self._sampling_defaults)
         params = body.sampling()
         is_list = body.prompt.is_batch or params[0].n > 1
-        params = [seeded(options) for options in params] if body.has_own_params else [seeded(params[0])] * len(params)
+        if not body.has_own_params:
+            seed = seeded(params[0]).seed
+            params = [replace(options, seed=seed) for options in params]
+        params = [seeded(options) for options in params]
         token_ids = await self.text_pool.run(tenant, tokenization.prompts, body.prompt)
         metadata = self._metadata("gen", params[0])
         names = choice_names(metadata.request_id, body.names, params, is_list)
@@ -411,6 +414,8 @@ def _prepared(
     tokenization: Tokenization, body: OpenAIRequest, prompts: list[list[int]], params: SamplingParams, request_id: str
 ) -> list[PreparedPrompt]:
     names = [body.rid or request_id] * params.n
+    if body.bad_words:
+        params = replace(params, banned_sequences=tokenization.banned_sequences(body.bad_words))
     predicted: list[int] = []
     if body.prediction is not None:
         predicted = tokenization.encode(body.prediction.content, "prediction", add_special_tokens=False)
@@ -420,12 +425,13 @@ def _prepared(
 def _echoed(
     tokenization: Tokenization, body: CompletionRequest, prompts: Sequence[list[int]], params: SamplingParams
 ) -> list[EchoedPrompt]:
-    """The prompts as they were sent; token ids and prompts that were cut as their text."""
+    """Texts as they were sent, or what is left of them; of token ids the text of all, special tokens too."""
     echoed = []
     for item, token_ids in zip(body.prompt.items, prompts, strict=True):
+        options = params if isinstance(item, str) else replace(params, skip_special_tokens=False)
         is_sent = isinstance(item, str) and body.truncate_prompt_tokens is None
-        text = item if is_sent else tokenization.decode(token_ids, params.skip_special_tokens)
-        lengths = tokenization.text_stream(params, ()).feed(token_ids).text_lengths
+        text = item if is_sent else tokenization.decode(token_ids, options.skip_special_tokens)
+        lengths = tokenization.text_stream(options, ()).feed(token_ids).text_lengths
         echoed.append(EchoedPrompt(str(text), token_ids, lengths))
     return echoed
 

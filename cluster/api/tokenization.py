@@ -104,6 +104,12 @@ class Tokenization:
         """The text of token ids. Those outside the vocabulary have none."""
         return self._tokenizer.backend_tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
+    def banned_sequences(self, words: Sequence[str]) -> list[list[int]]:
+        """The tokens of each of a request's `bad_words`, at the start of a text and after a space."""
+        texts = [text for word in words for text in (word.lstrip(), " " + word.lstrip())]
+        sequences = [self.encode(text, "bad_words", add_special_tokens=False) for text in texts if text.strip()]
+        return [list(sequence) for sequence in dict.fromkeys(map(tuple, sequences)) if sequence]
+
     def text_stream(self, params: SamplingParams, prompt: Sequence[int]) -> TextStream:
         """The text of tokens that follow `prompt`, with the number of characters that each adds to it."""
         options = SamplingParams(skip_special_tokens=params.skip_special_tokens, ignore_eos=True)

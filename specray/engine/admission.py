@@ -58,6 +58,9 @@ class Admission:
             )
         self._check_ids("logit_bias", spec.params.logit_bias)
         self._check_ids("stop_token_ids", spec.params.stop_token_ids)
+        self._check_ids("logprob_token_ids", spec.params.logprob_token_ids)
+        for sequence in spec.params.banned_sequences:
+            self._check_ids("bad_words", sequence)
         self._check_allowed(spec.params)
         self.check_queue(spec.tenant, arriving)
 

@@ -43,6 +43,8 @@ def sampling_options(params: SamplingParams, eos_token_ids: list[int]) -> Sampli
         params.logprobs,
         params.allowed_token_ids,
         params.grammar,
+        params.banned_sequences or None,
+        params.logprob_token_ids or None,
     )
 
 

@@ -17,6 +17,7 @@ from specray.ops.gpu import uses_triton
 from specray.ops.noise import gumbel
 from specray.ops.sampling_state import GREEDY_BELOW, SamplingBatch, SamplingState
 from specray.outputs import TokenLogprob
+from specray.step import SamplingOptions
 
 _PREFIX = 1024  # top tokens that top-p looks at on a CPU before it sorts the whole vocabulary
 
@@ -72,11 +73,14 @@ def scores(logits: Tensor, batch: SamplingBatch) -> Tensor:
     return scaled
 
 
-def token_logprob(logits: Tensor, token_id: int, num_top: int) -> TokenLogprob:
-    """Log-probability of a token under unprocessed `logits` [V], and the `num_top` most likely tokens."""
+def token_logprob(logits: Tensor, token_id: int, options: SamplingOptions) -> TokenLogprob:
+    """Log-probability of a token under unprocessed `logits` [V], and of the others that `options` ask for."""
     logprobs = logits.log_softmax(-1)
-    values, ids = logprobs.topk(min(num_top, logits.shape[-1]))
-    return TokenLogprob(token_id, float(logprobs[token_id]), list(zip(ids.tolist(), values.tolist(), strict=True)))
+    values, ids = logprobs.topk(min(options.logprobs or 0, logits.shape[-1]))
+    top = list(zip(ids.tolist(), values.tolist(), strict=True))
+    chosen = options.logprob_token_ids or []
+    pairs = zip(chosen, logprobs[chosen].tolist() if chosen else [], strict=True)
+    return TokenLogprob(token_id, float(logprobs[token_id]), top, tuple(pairs))
 
 
 def _sampled_rows(batch: SamplingBatch) -> list[int]:
@@ -103,6 +107,9 @@ def _adjust(logits: Tensor, state: SamplingState) -> Tensor:
         logits -= options.presence_penalty * (state.output_counts > 0)
     if state.masks_end_tokens:
         logits[options.eos_token_ids] = -torch.inf
+    for *before, last in options.banned_sequences or ():
+        if not before or state.recent[-len(before) :] == before:
+            logits[last] = -torch.inf
     if state.is_allowed is not None:
         logits.masked_fill_(~state.is_allowed, -torch.inf)
     return logits

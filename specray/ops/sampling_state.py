@@ -23,6 +23,7 @@ class SamplingState:
     output_counts: Tensor | None = None  # float32 [V], generated tokens; only with presence or frequency penalty
     is_known: Tensor | None = None  # bool [V], prompt and generated tokens; only with repetition penalty
     is_allowed: Tensor | None = None  # bool [V]; only with allowed_token_ids
+    recent: list[int] = field(default_factory=list)  # the last generated tokens, as far as banned sequences reach
     is_sampled: bool = field(init=False)  # at a temperature above 0
     stop_ids: frozenset[int] = field(init=False)  # tokens that end the request
     adjusts_until: float = field(init=False)  # logits are adjusted while fewer tokens than this were generated
@@ -31,7 +32,7 @@ class SamplingState:
         options, tensors = self.options, (self.output_counts, self.is_known, self.is_allowed)
         self.is_sampled = options.temperature >= GREEDY_BELOW
         self.stop_ids = frozenset(options.eos_token_ids)
-        is_adjusted = any(t is not None for t in tensors) or bool(options.logit_bias)
+        is_adjusted = any(t is not None for t in tensors) or bool(options.logit_bias or options.banned_sequences)
         self.adjusts_until = inf if is_adjusted else options.min_tokens if options.eos_token_ids else 0
 
     @classmethod
@@ -54,7 +55,8 @@ class SamplingState:
         if options.allowed_token_ids is not None:
             is_allowed = torch.zeros(vocab_size, dtype=torch.bool, device=device)
             is_allowed[torch.tensor(options.allowed_token_ids, dtype=torch.int64, device=device)] = True
-        return cls(options, len(token_ids) - num_prompt_tokens, output_counts, is_known, is_allowed)
+        recent = list(token_ids[num_prompt_tokens:][-_reach(options) :]) if options.banned_sequences else []
+        return cls(options, len(token_ids) - num_prompt_tokens, output_counts, is_known, is_allowed, recent)
 
     def end_with(self, token_ids: Sequence[int], num_before: int) -> bool:
         """Whether one of these tokens ends the request; `num_before` tokens were generated before them."""
@@ -84,6 +86,13 @@ class SamplingState:
             self.output_counts[token_id] += 1
         if self.is_known is not None:
             self.is_known[token_id] = True
+        if self.options.banned_sequences:
+            self.recent = [*self.recent, token_id][-_reach(self.options) :]
+
+
+def _reach(options: SamplingOptions) -> int:
+    """How many earlier tokens banned sequences look at, at most."""
+    return max(map(len, options.banned_sequences or [[]]))
 
 
 class OptionColumns(NamedTuple):

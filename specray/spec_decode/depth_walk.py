@@ -47,7 +47,7 @@ def walk_by_depth(inputs: VerifyInput, sampler: NodeSampler) -> VerifyOutput:
             states[row].append(token)
             tokens[row].append(token)
             if row in logprobs:
-                logprobs[row].append(token_logprob(row_logits, token, states[row].options.logprobs or 0))
+                logprobs[row].append(token_logprob(row_logits, token, states[row].options))
             if child != NONE and depth < tree.max_depth:
                 paths[row].append(child)
                 still_active.append(row)

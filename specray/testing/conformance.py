@@ -32,11 +32,11 @@ SAMPLING_OPTIONS: list[dict[str, Any]] = [
     {"temperature": 1.0, "top_k": 8, "min_p": 0.05},
     {"temperature": 0.7, "top_k": 40, "top_p": 0.95, "min_p": 0.02},
     {"temperature": 1.0, "presence_penalty": 0.8, "frequency_penalty": 0.4},
-    {"temperature": 0.7, "repetition_penalty": 1.3},
+    {"temperature": 0.7, "repetition_penalty": 1.3, "banned_sequences": [[9], [8, 7], [30, 31, 32], [1]]},
     {"temperature": 0.0, "frequency_penalty": 1.5, "repetition_penalty": 1.2},
     {"temperature": 1.0, "logit_bias": {10: 4.0, 11: -100.0}, "allowed_token_ids": [*range(4, 40)]},
     {"temperature": 1.0, "min_tokens": 10, "logit_bias": {1: 3.0}},
-    {"temperature": 1.0, "stop": ["a", "th"], "logprobs": 3},
+    {"temperature": 1.0, "stop": ["a", "th"], "logprobs": 3, "logprob_token_ids": [7, 9]},
     {
         "temperature": 0.9,
         "top_p": 0.9,

@@ -43,6 +43,8 @@ sampling = st.builds(
     st.none() | small,
     st.none() | ids,
     st.none() | st.builds(GrammarSpec, st.sampled_from(GRAMMAR_KINDS), st.text(max_size=9)),
+    st.none() | st.lists(ids, max_size=3),
+    st.none() | ids,
 )
 prompts = st.none() | st.builds(PromptLogprobs, small, small)
 salts = st.text(max_size=5)
@@ -51,7 +53,7 @@ new_row = st.builds(
 )
 row_step = st.builds(ScheduledRequest, small, small, st.builds(DraftLimit, small, small, st.floats(0, 1)), ids)
 plans = st.builds(StepPlan, small, ids, st.lists(new_row, max_size=3), st.lists(row_step, max_size=3))
-logprobs = st.builds(TokenLogprob, small, real, st.lists(pair, max_size=3))
+logprobs = st.builds(TokenLogprob, small, real, st.lists(pair, max_size=3), st.lists(pair, max_size=3).map(tuple))
 some_logprobs = st.none() | st.lists(logprobs, max_size=3)
 errors = st.none() | st.text(max_size=9)
 trees = st.builds(VerifiedTree, ids, ids)

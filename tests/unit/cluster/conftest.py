@@ -130,7 +130,8 @@ class ScriptedRanks:
         self._written[slot] += len(tokens)
         self._pending[slot] = 1
         wanted = self._rows[slot].sampling.logprobs
-        logprobs = None if wanted is None else [logprob_of(token, wanted) for token in tokens]
+        chosen = tuple((token, -2.0) for token in self._rows[slot].sampling.logprob_token_ids or ())
+        logprobs = None if wanted is None else [logprob_of(token, wanted)._replace(chosen=chosen) for token in tokens]
         tree = tree_of(tokens[:-1]) if self._rows[slot].traces_drafts else None
         nodes = list(range(2, drafts + 2))
         return RequestResult(slot, tokens, drafts, logprobs, None, nodes, prompt_logprobs, tree)

@@ -179,6 +179,32 @@ def test_a_rows_sample_does_not_depend_on_the_batch() -> None:
     assert together.tolist() == [int(token) for token in alone]
 
 
+BEST = int(LOGITS.argmax())
+
+
+@pytest.mark.parametrize(
+    ("banned", "is_sampled"),
+    [
+        ([[BEST]], False),
+        ([[20, BEST]], False),  # the last generated token is 20
+        ([[7], [9, 20, BEST]], False),
+        ([[9, BEST], [20, 20, BEST], [20]], True),
+        ([[5, 5, 9, 11, 9, 9, 20, BEST]], True),  # the prompt's tokens do not count
+    ],
+)
+def test_the_last_token_of_a_banned_sequence_is_not_sampled_after_the_others(
+    banned: list[list[int]], is_sampled: bool
+) -> None:
+    options = OPTIONS._replace(temperature=0.0, banned_sequences=banned)
+    started = state_of(options, KNOWN, NUM_PROMPT, VOCAB_SIZE)
+    appended = state_of(options, KNOWN[:NUM_PROMPT], NUM_PROMPT, VOCAB_SIZE)
+    for token in KNOWN[NUM_PROMPT:]:
+        appended.append(token)
+    for state in (started, appended):
+        [token] = sample_rows(LOGITS[None], [state], [9]).tolist()
+        assert (token == BEST) == is_sampled
+
+
 def test_sampling_does_not_modify_logits() -> None:
     logits = LOGITS.repeat(len(CASES), 1)
     rows = [state_of(OPTIONS._replace(**case), KNOWN, NUM_PROMPT, VOCAB_SIZE) for case in CASES.values()]

@@ -101,9 +101,9 @@ def test_offsets_count_the_characters_of_the_text_also_where_tokens_are_parts_of
 def test_an_echoed_prompt_is_the_text_that_was_sent(serve: Serve) -> None:
     async def run() -> None:
         async with serve() as server:
-            for prompt in ("hi", [*ids("hi"), server.ranks.tokenizer.eos_token_id]):
+            for prompt, text in (("hi", "hi"), ([*ids("hi"), server.ranks.tokenizer.eos_token_id], "hi<|end|>")):
                 reply = await post(server, "/v1/completions", {"prompt": prompt, "echo": True, "max_tokens": 0})
-                assert reply["choices"][0]["text"] == "hi"
+                assert reply["choices"][0]["text"] == text
 
     asyncio.run(run())
 
@@ -203,12 +203,48 @@ def test_continuous_usage_is_part_of_every_chunk(serve: Serve) -> None:
     async def run() -> None:
         async with serve() as server:
             body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9}
+            without = {"stream_options": {"include_usage": False, "continuous_usage_stats": True}}
+            assert not any("usage" in c for c in await streamed(server, "/v1/chat/completions", body | without))
             options = {"include_usage": True, "continuous_usage_stats": True}
             chunks = await streamed(server, "/v1/chat/completions", body | {"stream_options": options})
             counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
             assert counts == sorted(counts)
             assert (counts[0], counts[-1]) == (0, 9)
             assert len(set(counts)) >= 3
+
+    asyncio.run(run())
+
+
+def test_log_probabilities_of_given_tokens_are_reported(serve: Serve) -> None:
+    async def run() -> None:
+        async with serve() as server:
+            own = {"max_tokens": 2, "logprob_token_ids": [5, 6]}
+            [choice] = (await post(server, "/v1/completions", {"prompt": "a", "logprobs": 0} | own))["choices"]
+            assert [len(top) for top in choice["logprobs"]["top_logprobs"]] == [3, 3]
+            chat = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True} | own
+            [choice] = (await post(server, "/v1/chat/completions", chat))["choices"]
+            assert [[t["logprob"] for t in e["top_logprobs"]] for e in choice["logprobs"]["content"]] == [
+                [-2.0, -2.0]
+            ] * 2
+            body = {
+                "text": ["a", "b"],
+                "sampling_params": {"max_new_tokens": 2},
+                "return_logprob": True,
+                "token_ids_logprob": [[5], [6, 7]],
+            }
+            metas = [reply["meta_info"] for reply in await post(server, "/generate", body)]
+            chosen = [[[token for _, token, _ in at] for at in meta["output_token_ids_logprobs"]] for meta in metas]
+            assert chosen == [[[5]] * 2, [[6, 7]] * 2]
+
+    asyncio.run(run())
+
+
+def test_bad_words_reach_the_engine_as_tokens(serve: Serve) -> None:
+    async def run() -> None:
+        async with serve() as server:
+            await post(server, "/v1/completions", {"prompt": "a", "max_tokens": 2, "bad_words": ["ab", " c"]})
+            [row] = [row for row in server.ranks._rows.values() if row.sampling.banned_sequences]
+            assert row.sampling.banned_sequences == [ids("ab"), ids(" ab"), ids("c"), ids(" c")]
 
     asyncio.run(run())
 
