@@ -136,6 +136,14 @@ def composite_of(drafter: Drafter | None) -> CompositeDrafter | None:
     return drafter
 
 
+class UnreadTrees(NamedTuple):
+    """Trees of a step whose numbers of nodes may not be on the host yet."""
+
+    tree: DraftTree
+    most_nodes: list[int]  # of each tree
+    read: Callable[[], tuple[DraftTree, list[int]]]  # the second half of `collect`
+
+
 class DraftSource(Protocol):
     """Where a drafter runs: `submit` starts drafting, `collect` takes the trees that are ready for the next step."""
 
@@ -164,6 +172,9 @@ class DraftSource(Protocol):
         """
 
     def submit(self, context: ProposeContext) -> None: ...
+
+    def take_unread(self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]) -> "UnreadTrees | None":
+        """The first half of `collect`, which does not wait for the drafter; None where only the whole is there."""
 
     def collect(self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]) -> tuple[DraftTree, list[int]]:
         """(trees, their numbers of nodes on the host) of requests whose last known tokens are `roots`.

@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.drafter import Drafter, DraftFaultError, composite_of
+from specray.spec_decode.drafter import Drafter, DraftFaultError, UnreadTrees, composite_of
 from specray.spec_decode.pending_trees import PendingTrees, TakenTrees
 from specray.spec_decode.propose_context import ProposeContext
 from specray.spec_decode.tree_edits import limited
@@ -45,14 +46,13 @@ class InlineDrafts:
         self.seconds = time.perf_counter() - start
 
     def collect(self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]) -> tuple[DraftTree, list[int]]:
-        return self.read(self.take(slots, roots, draft_limits))
+        return self._read(self._pending.take(slots, roots, draft_limits))
 
-    def take(self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]) -> TakenTrees:
-        """The first half of `collect`, which does not wait for the drafter."""
-        return self._pending.take(slots, roots, draft_limits)
+    def take_unread(self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]) -> UnreadTrees:
+        taken = self._pending.take(slots, roots, draft_limits)
+        return UnreadTrees(taken.tree, taken.most_nodes, partial(self._read, taken))
 
-    def read(self, taken: TakenTrees) -> tuple[DraftTree, list[int]]:
-        """The second half of `collect`."""
+    def _read(self, taken: TakenTrees) -> tuple[DraftTree, list[int]]:
         tree, num_nodes, is_broken = self._pending.read(taken)
         if is_broken:
             self._faults.append(DraftFault.NOT_A_NUMBER)

@@ -28,6 +28,9 @@ class NoDrafts:
     def submit(self, context: ProposeContext) -> None:
         """There is nothing to draft with."""
 
+    def take_unread(self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]) -> None:
+        """Trees are taken as a whole."""
+
     def collect(self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]) -> tuple[DraftTree, list[int]]:  # noqa: ARG002
         count = roots.shape[0]
         if count not in self._trees:

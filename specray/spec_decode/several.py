@@ -27,6 +27,9 @@ from specray.spec_decode.shadow_trees import ShadowTrees
 from specray.spec_decode.tree_edits import merge_trees
 from specray.step import DrafterUse
 
+# The device or the process is lost, whichever drafter found it out. torch 2.6 has no AcceleratorError.
+ENDS_THE_RANK = (MemoryError, torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
+
 logger = logging.getLogger(__name__)
 
 
@@ -103,6 +106,8 @@ class SeveralDrafters:
             if (replay := self.replays.get(name)) is not None:
                 seen = replace(seen, replay=replay(seen))
             tree = drafter.propose(seen)
+        except ENDS_THE_RANK:
+            raise
         except Exception as error:  # a new head that is only measured must not end the others' drafts
             own, shadowed = part.shares(seen)
             seconds = self._clock() - start

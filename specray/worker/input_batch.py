@@ -4,6 +4,7 @@ Prefill and decode are not distinguished. A request contributes the known tokens
 is the root of its tree. If they exceed the step's budget, the tree is that one node and nothing is sampled from it.
 """
 
+from collections.abc import Callable
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -15,7 +16,6 @@ from specray.ops.attention import AttentionBatch
 from specray.ops.ragged_index import RaggedIndex
 from specray.ops.token_mask import TokenMask
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.pending_trees import TakenTrees
 from specray.spec_decode.request_state import RequestState
 from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.step_ops import FlatTokens
@@ -67,12 +67,23 @@ class StepBatch(NamedTuple):
     tree: DraftTree  # of all R rows
     num_nodes: list[int]  # the host's copy of tree.num_nodes
     mask: TokenMask | None = None  # of the logits of the rows that sample; None: no request has a grammar
-    unread: TakenTrees | None = None  # `num_nodes` are upper bounds until these trees are read
+    unread: Callable[[], tuple[DraftTree, list[int]]] | None = None  # `num_nodes` are upper bounds until it is called
 
     @property
     def only_decodes(self) -> bool:
         """Whether every row's only known token is the root of its tree, and samples."""
         return self.rows.are_all_sampling and max(self.rows.num_known) == 1
+
+    def with_sizes(self) -> "StepBatch":
+        """With the trees' numbers of nodes; waits for the drafter."""
+        if self.unread is None:
+            return self
+        tree, num_nodes = self.unread()
+        return self._replace(tree=tree, num_nodes=num_nodes, unread=None)
+
+    def decoding(self) -> "StepBatch":
+        """The same requests, of which the next token alone is known."""
+        return self._replace(rows=self.rows._replace(num_known=[1] * len(self.rows.states)))
 
 
 class InputBatch(NamedTuple):

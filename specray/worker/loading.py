@@ -15,7 +15,7 @@ from specray.spec_decode.drafter import TargetView
 from specray.worker.kv_cache import KVCache
 from specray.worker.kv_size import count_blocks, kv_dtype
 from specray.worker.memory_demand import demand_of
-from specray.worker.model_runner import ModelRunner
+from specray.worker.model_runner import make_runner
 from specray.worker.remote_drafter.handshake import DraftPlacement
 from specray.worker.remote_drafter.source import RingLimits
 
@@ -59,7 +59,7 @@ class LoadedTarget:
             config.page_size,
             config.speculative.attention_mode,
         )
-        self.runner = ModelRunner(self.model, kv, attention)
+        self.runner = make_runner(self.model, kv, attention)
         if config.deterministic and not self._has_fixed_sums:
             raise ConfigError(
                 f"deterministic=true does not hold for {self._architecture} on {device.type} with attention_backend="

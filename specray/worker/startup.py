@@ -26,11 +26,13 @@ from specray.spec_decode.samplers import make_sampler
 from specray.spec_decode.verifier import is_padded
 from specray.structured_output.compilation import make_tools
 from specray.structured_output.matchers import GrammarTable
+from specray.worker.backend import StepBackend, make_backend
 from specray.worker.broadcast import DraftSizes, broadcast_sizes, follow
 from specray.worker.compilation import compile_target
 from specray.worker.decode_graphs import DecodeGraphs
 from specray.worker.devices import choose_device
 from specray.worker.draft_graphs import graphs_of_members
+from specray.worker.graph_backend import GraphBackend
 from specray.worker.loading import LoadedTarget, ring_limits
 from specray.worker.model_runner import ModelRunner
 from specray.worker.remote_drafter.handshake import DraftEndpoint, DraftPlacement
@@ -87,7 +89,10 @@ def start_worker(
     if group.size > 1:
         follow(drafts, broadcast_sizes(group, DraftSizes.of(drafts)))
     compile_target(config, target, drafts.max_draft_tokens, progress)
+    backend: StepBackend = make_backend(target.runner, table, group, sampler)
     graphs, without_graphs = _capture(config, target.runner, table, drafts, sampler)
+    if graphs is not None:
+        backend = GraphBackend(graphs, make_backend(target.runner, table, group, sampler), table, sampler)
     capacity = Capacity(
         num_blocks=target.num_blocks,
         max_draft_tokens=drafts.max_draft_tokens,
@@ -103,12 +108,10 @@ def start_worker(
     )
     return Worker(
         group=group,
-        runner=target.runner,
+        backend=backend,
         table=table,
         drafts=drafts,
-        sampler=sampler,
         grammars=GrammarTable(partial(make_tools, tokenizer, vocab_size, eos_ids)),
-        graphs=graphs,
         capacity=capacity,
     )
 

@@ -61,7 +61,7 @@ def test_a_step_is_launched_before_its_trees_and_the_outcome_before_are_read(
     """Not where the trees were drafted without a graph, in the second step, and after a prompt has joined."""
     events: list[str] = []
     greedy = SamplingParams(seed=0, temperature=0.0, max_tokens=30, ignore_eos=True)
-    replay, read, finish = RecordedGraphs.replay, InlineDrafts.read, Worker.finish
+    replay, read, finish = RecordedGraphs.replay, InlineDrafts._read, Worker.finish
 
     def replayed(recorded: RecordedGraphs, key: Any) -> None:
         events.append(key[0])
@@ -79,7 +79,7 @@ def test_a_step_is_launched_before_its_trees_and_the_outcome_before_are_read(
     with recorded_graphs(), make_llm(toy, speculative=METHODS["EAGLE3"](toy, tmp_path)) as llm:
         for target, name, wrapped in (
             (RecordedGraphs, "replay", replayed),
-            (InlineDrafts, "read", was_read),
+            (InlineDrafts, "_read", was_read),
             (Worker, "finish", finished),
         ):
             monkeypatch.setattr(target, name, wrapped)
@@ -125,7 +125,7 @@ def test_scores_of_trees_cut_the_same_drafts_in_graphs(
             worker = worker_of(llm)
             drafts = worker.drafts
             assert isinstance(drafts, InlineDrafts)
-            begin, read = worker.begin, drafts.read
+            begin, read = worker.begin, drafts._read
 
             def begin_likely(plan: StepPlan) -> None:
                 limits = [row.draft_limit._replace(min_score=LEAST_SCORE) for row in plan.rows]
@@ -139,7 +139,7 @@ def test_scores_of_trees_cut_the_same_drafts_in_graphs(
                 return found
 
             monkeypatch.setattr(worker, "begin", begin_likely)
-            monkeypatch.setattr(drafts, "read", counted)
+            monkeypatch.setattr(drafts, "_read", counted)
             llm.generate(PROMPTS, GREEDY)
         return scores, sizes
 

@@ -12,7 +12,7 @@ from specray.ops.cpu.library import kernels
 from specray.ops.likeliest import LargestLogits
 from specray.sampling_params import SamplingParams
 from specray.worker.input_batch import InputBatch
-from specray.worker.model_runner import ForwardOutput, ModelRunner
+from specray.worker.model_runner import ForwardOutput, KernelRunner
 from tests.support.engine import make_llm
 from tests.support.methods import METHODS
 
@@ -37,23 +37,23 @@ def test_tokens_are_those_of_the_largest_logits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     compared = []
-    start = ModelRunner.start
+    start = KernelRunner.start
 
     def both(
-        runner: ModelRunner, batch: InputBatch, layers: Sequence[int], only_largest: bool, verification: Any
-    ) -> ForwardOutput:
+        runner: KernelRunner, batch: InputBatch, layers: Sequence[int], only_largest: bool, verification: Any
+    ) -> tuple[int, ForwardOutput]:
         assert only_largest
-        whole = start(runner, batch, layers, False)
-        runner.wait(whole)
-        found = start(runner, batch, layers, True, verification)
-        runner.wait(found)
+        number, whole = start(runner, batch, layers, False)
+        runner.wait(number)
+        number, found = start(runner, batch, layers, True, verification)
+        runner.wait(number)
         assert isinstance(whole.logits, torch.Tensor)
         assert isinstance(found.logits, LargestLogits)
         assert torch.equal(found.logits.token_ids, argmax(whole.logits))
         compared.append(len(whole.logits))
-        return found
+        return number, found
 
-    monkeypatch.setattr(ModelRunner, "start", both)
+    monkeypatch.setattr(KernelRunner, "start", both)
     drafts = {} if method is None else {"speculative": METHODS[method](toy, tmp_path)}
     with make_llm(toy, **options, **drafts, num_threads=num_threads, disable_overlap_schedule=True) as llm:
         llm.generate(PROMPTS, GREEDY)

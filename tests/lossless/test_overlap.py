@@ -1,7 +1,8 @@
 """Two plans in flight: a step is planned before the result of the last one is known, and the output stays."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,7 @@ from specray.ops.sampling_state import SamplingState
 from specray.outputs import Completion, FinishReason
 from specray.sampling_params import SamplingParams
 from specray.step import DraftLimit, StepPlan
-from specray.worker.input_batch import InputBatch
-from specray.worker.model_runner import ForwardOutput, ModelRunner
+from specray.worker.backend import Pass
 from specray.worker.worker import Worker
 from tests.support.distributions import OPTIONS
 from tests.support.engine import make_llm, visible
@@ -129,23 +129,19 @@ def test_a_request_takes_no_part_in_steps_after_its_last_token(
     options: dict[str, Any] = {} if method is None else {"speculative": METHODS[method](toy, tmp_path)}
     prompts, long = [[5, 6], [7, 8]], SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     num_rows = []
-    start, follow = ModelRunner.start, ModelRunner.follow
 
-    def counted(runner: ModelRunner, batch: InputBatch, *options: Any) -> ForwardOutput:
-        num_rows.append(len(batch.roots))
-        return start(runner, batch, *options)
-
-    def also_counted(runner: ModelRunner, *before: Any) -> ForwardOutput:
-        computed = follow(runner, *before)
-        num_rows.append(len(computed.roots))
-        return computed
+    def counted(start: Callable[..., Pass], *step: Any) -> Pass:
+        started = start(*step)
+        num_rows.append(len(started.computed.roots))
+        return started
 
     with make_llm(toy, **options) as llm:
         expected = [generation.choices[0].token_ids for generation in llm.generate(prompts, long)]
         last = next(place for place, token in enumerate(expected[0]) if token not in expected[0][:place] and place >= 3)
         short = replace(long, stop_token_ids=[expected[0][last]])
-        monkeypatch.setattr(ModelRunner, "start", counted)
-        monkeypatch.setattr(ModelRunner, "follow", also_counted)
+        backend = llm._executor.worker._backend
+        for name in ("begin", "follow"):
+            monkeypatch.setattr(backend, name, partial(counted, getattr(backend, name)))
         first, second = (generation.choices[0] for generation in llm.generate(prompts, [short, long]))
         has_begun = method is None and kernels() is not None
     assert (first.token_ids, first.finish_reason) == (expected[0][: last + 1], FinishReason.STOP)

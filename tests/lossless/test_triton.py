@@ -90,7 +90,7 @@ def deterministic(toy: Path, folder: Path) -> dict[str, Any]:
 
     options = {"dtype": "bfloat16", "deterministic": True}
     with make_llm(toy, **options) as llm:
-        attention = llm._executor.worker._runner.attention
+        attention = llm._executor.worker._backend.runner.attention
         assert isinstance(attention, TritonAttention), attention
         is_batch_invariant = llm._executor.capacity.is_batch_invariant
         requests = zip(PROMPTS, PARAMS, strict=True)

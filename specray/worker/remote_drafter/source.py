@@ -105,6 +105,9 @@ class RemoteDrafts:
             with self._recorded_faults():
                 self._peer.submit(context)
 
+    def take_unread(self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]) -> None:
+        """Trees are taken as a whole."""
+
     def collect(self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]) -> tuple[DraftTree, list[int]]:
         self._admit()
         if self._peer is not None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -141,6 +142,17 @@ def test_a_shadow_that_raises_leaves_the_others_drafts(caplog: pytest.LogCapture
     single = SeveralDrafters({"a": broken})
     with pytest.raises(IndexError):
         single.propose(context_with({0: "a"}))
+
+
+@pytest.mark.parametrize(
+    "lost", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory")], ids=lambda e: type(e).__name__
+)
+def test_a_lost_device_or_process_is_no_fault_of_one_drafter(lost: Exception) -> None:
+    broken = RecordingDrafter(50, 1)
+    broken.propose = Mock(side_effect=lost)  # type: ignore[method-assign]
+    several = SeveralDrafters({"b": RecordingDrafter(60, 1), "a": broken})
+    with pytest.raises(type(lost)):
+        several.propose(context_with({0: "a", 1: "b"}))
 
 
 def test_a_fault_of_a_single_member_is_that_of_all() -> None:

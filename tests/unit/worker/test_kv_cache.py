@@ -78,7 +78,7 @@ def test_kv_in_int8_takes_a_scale_and_a_byte_for_each_number(toy: Path) -> None:
     with make_llm(toy, kv_cache_dtype="int8") as llm:
         assert isinstance(llm.engine.executor, LocalExecutor)
         worker = llm.engine.executor.worker
-        pool = worker._runner.kv.pool
+        pool = worker._backend.runner.kv.pool
         assert pool.dtype is torch.int8
         assert pool.shape[-1] == worker.model.shape.head_dim + 4
 

@@ -17,6 +17,7 @@ from specray.spec_decode.inline_drafts import InlineDrafts
 from specray.spec_decode.predicted_output import PredictionDrafter
 from specray.step import UNLIMITED, NewRequest, PromptLogprobs, ScheduledRequest, StepPlan
 from specray.worker.input_batch import InputBatch, ScheduledBatch, StepBatch, build_batch
+from specray.worker.model_runner import KernelRunner
 from specray.worker.startup import start_worker
 from specray.worker.worker import Worker
 from tests.support.distributions import OPTIONS
@@ -76,10 +77,12 @@ def batch_of(worker: Worker, prompt_logprobs: PromptLogprobs | None = None) -> I
 
 
 def compute(worker: Worker, batch: InputBatch, layers: tuple[int, ...]) -> Computed:
-    pool = worker._runner.kv.pool
+    runner = worker._backend.runner
+    assert isinstance(runner, KernelRunner)
+    pool = runner.kv.pool
     pool.zero_()
-    output = worker._runner.start(batch, layers)
-    worker._runner.wait(output)
+    number, output = runner.start(batch, layers)
+    runner.wait(number)
     assert output.hidden is not None
     assert isinstance(output.logits, Tensor)
     return Computed(output.hidden, output.logits, output.aux_hidden_states, pool.clone())

@@ -1,0 +1,227 @@
+"""What a step does on a device: forward pass, verification, and the commit of accepted paths.
+
+A backend is chosen once, when a worker starts. `TorchBackend` is the reference, on any device; `KernelBackend` calls
+the CPU kernels; `graph_backend.py` replays CUDA graphs. The worker does not ask which one it has.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from specray.layers.parallel import RankGroup
+from specray.ops.cpu.steps import TableKernels
+from specray.ops.cpu.verification import Verification, VerifiedTrees
+from specray.ops.likeliest import LargestLogits
+from specray.spec_decode.draft_tree import DraftTree
+from specray.spec_decode.node_sampler import NodeSampler, coupled
+from specray.spec_decode.request_table import RequestTable
+from specray.spec_decode.shard_verifier import verify_shards
+from specray.spec_decode.verifier import can_verify_padded, reads_largest_logit, verify, verify_largest
+from specray.spec_decode.verify_batch import VerifyInput, VerifyOutput
+from specray.worker.broadcast import broadcast_output
+from specray.worker.input_batch import StepBatch, build_batch
+from specray.worker.model_runner import ForwardOutput, KernelRunner, ModelRunner
+from specray.worker.step_output import StepOutput
+
+
+@dataclass(frozen=True, slots=True)
+class StepWants:
+    """What a step needs beside its tokens."""
+
+    aux_hidden_state_layers: Sequence[int]  # see TargetModel; empty if nobody reads them
+    has_grammar: bool  # of any request; rank 0 alone knows the masks, and all ranks must choose alike
+    may_draft: bool  # all rows may get drafts after this step
+
+
+@dataclass(slots=True)
+class Pass:
+    """A step's pass that was started."""
+
+    batch: StepBatch
+    computed: ForwardOutput
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """A step on the host."""
+
+    batch: StepBatch  # with the trees' numbers of nodes
+    output: StepOutput
+    computed: ForwardOutput
+    end: float  # time of `time.perf_counter` when the host saw the end of the pass
+    replay: Callable[[], DraftTree] | None = None  # drafts for the next step, see ProposeContext
+
+
+class StepBackend(Protocol):
+    """One device's way to run a step. `begin` starts it, `finish` has the one copy to the host."""
+
+    @property
+    def runner(self) -> ModelRunner: ...
+
+    @property
+    def starts_passes(self) -> bool:
+        """Whether `begin` returns while the pass still runs."""
+
+    @property
+    def knows_tree_sizes(self) -> bool:
+        """Whether trees may be passed to `begin` before the host knows their sizes (`StepBatch.unread`)."""
+
+    def begin(self, batch: StepBatch, wants: StepWants) -> Pass: ...
+
+    def can_follow(self, before: Pass) -> bool:
+        """Whether a step of the same requests without drafts can take its tokens from a pass that still runs."""
+
+    def follow(self, before: Pass) -> Pass:
+        """Start such a step. The table has its KV slots."""
+
+    def wait(self, started: Pass) -> None:
+        """Until the pass has ended, where the host can tell before it reads the outcome."""
+
+    def finish(self, started: Pass) -> StepOutcome:
+        """Verify the trees, keep the accepted paths, and copy the outcome to the host."""
+
+
+class TorchBackend:
+    """torch's operations, on any device: the specification of the others."""
+
+    knows_tree_sizes = False
+
+    def __init__(self, runner: ModelRunner, table: RequestTable, group: RankGroup, sampler: NodeSampler) -> None:
+        self.runner = runner
+        self.starts_passes = table.device.type != "cpu"  # launches return before the device is done
+        self._table, self._group, self._sampler = table, group, sampler
+
+    def begin(self, batch: StepBatch, wants: StepWants) -> Pass:
+        batch = batch.with_sizes()
+        layers, only_largest = wants.aux_hidden_state_layers, self._reads_largest(batch, wants)
+        return Pass(batch, self.runner.run(build_batch(self._table, batch), layers, only_largest))
+
+    def can_follow(self, before: Pass) -> bool:  # noqa: ARG002
+        return False
+
+    def follow(self, before: Pass) -> Pass:  # noqa: ARG002
+        raise AssertionError("can_follow is False")
+
+    def wait(self, started: Pass) -> None:
+        """The pass has ended, or the device orders what follows."""
+
+    def finish(self, started: Pass) -> StepOutcome:
+        end = time.perf_counter()
+        output = self._verify(started.batch, started.computed)
+        self._commit(started.batch, output)
+        return StepOutcome(started.batch, output, started.computed, end)
+
+    def _reads_largest(self, batch: StepBatch, wants: StepWants) -> bool:
+        """Whether nothing but the largest logit of each node is read."""
+        is_coupled = not wants.has_grammar and self._sampler is coupled
+        return is_coupled and all(reads_largest_logit(state.sampling) for state in batch.rows.states)
+
+    def _verify(self, batch: StepBatch, computed: ForwardOutput) -> StepOutput:
+        """Verify the trees of the rows that sample. The outcome of all rows is copied to the host once."""
+        rows, output, verified = batch.rows, None, None
+        states, num_nodes, tree = rows.states, batch.num_nodes, batch.tree
+        slots, lengths, sampling = rows.slots, rows.lengths, None
+        if not rows.are_all_sampling:
+            sampling = torch.tensor(rows.sampling, dtype=torch.int64).to(self._table.device)
+            states, num_nodes = [states[row] for row in rows.sampling], [num_nodes[row] for row in rows.sampling]
+            slots, lengths, tree = slots[sampling], lengths[sampling], tree.select(sampling)
+        logits = computed.logits
+        if states and isinstance(logits, LargestLogits):
+            verified = verify_largest(logits, tree)
+        elif states:
+            assert isinstance(logits, Tensor)
+            inputs = VerifyInput(logits, tree, num_nodes, self._table.sampling(slots, states), lengths)
+            if self._group.size > 1:
+                verified = verify_shards(inputs, self.runner.model.head, self._sampler, batch.mask)
+            else:
+                verified = verify(inputs, self._sampler, batch.mask)
+        if self._group.leads:
+            output = self._output(batch, computed, sampling, verified)
+        if self._group.size > 1:
+            output = broadcast_output(self._group, output, self._table.device)
+        assert output is not None
+        return output
+
+    def _output(
+        self, batch: StepBatch, computed: ForwardOutput, sampling: Tensor | None, verified: VerifyOutput | None
+    ) -> StepOutput:
+        if sampling is None:
+            assert verified is not None
+            return StepOutput.of_sampled(verified)
+        assert computed.hidden is not None
+        roots = self._table.numbers(computed.roots)
+        is_finite = computed.hidden.index_select(0, roots).isfinite().all(-1)
+        return StepOutput.of(is_finite, sampling, batch.rows.sampling, verified)
+
+    def _commit(self, batch: StepBatch, output: StepOutput) -> None:
+        """Keep the accepted paths on the device: KV and tokens."""
+        rows, tree = batch.rows, batch.tree
+        if tree.max_depth:
+            kv_slots = self._table.ops.kv_slots(rows.slots, rows.last, tree.tokens.shape[1])
+            self.runner.kv.commit(kv_slots, output.device)
+        self._table.ops.append(rows.slots, output.device)
+
+
+@dataclass(slots=True)
+class KernelPass(Pass):
+    number: int
+    verification: Verification | None = None  # by the pass: its outcome is there once the pass has ended
+
+
+class KernelBackend(TorchBackend):
+    """The CPU kernels: a pass runs beside the host, and verifies its trees where it can."""
+
+    runner: KernelRunner
+
+    def __init__(self, runner: KernelRunner, table: RequestTable, group: RankGroup, sampler: NodeSampler) -> None:
+        super().__init__(runner, table, group, sampler)
+        assert isinstance(table.ops, TableKernels)
+        self._ops, self.starts_passes = table.ops, True
+
+    def begin(self, batch: StepBatch, wants: StepWants) -> KernelPass:
+        layers, only_largest = wants.aux_hidden_state_layers, self._reads_largest(batch, wants)
+        verification = self._verification(batch, wants)
+        number, computed = self.runner.start(build_batch(self._table, batch), layers, only_largest, verification)
+        return KernelPass(batch, computed, number, verification)
+
+    def can_follow(self, before: Pass) -> bool:
+        return isinstance(before.computed.logits, LargestLogits) and before.batch.tree.max_depth == 0
+
+    def follow(self, before: Pass) -> KernelPass:
+        assert isinstance(before, KernelPass)
+        number, computed = self.runner.follow(before.number, self._ops.struct, before.batch.rows.slots)
+        return KernelPass(before.batch.decoding(), computed, number)
+
+    def wait(self, started: Pass) -> None:
+        assert isinstance(started, KernelPass)
+        self.runner.wait(started.number)
+
+    def finish(self, started: Pass) -> StepOutcome:
+        assert isinstance(started, KernelPass)
+        if started.verification is None:
+            return super().finish(started)
+        end = time.perf_counter()
+        output = StepOutput.of_sampled(VerifyOutput(started.verification.outcome))
+        return StepOutcome(started.batch, output, started.computed, end)
+
+    def _verification(self, batch: StepBatch, wants: StepWants) -> Verification | None:
+        """The verification of a step by its pass; None if that cannot verify, or not all rows."""
+        rows, tree = batch.rows, batch.tree
+        if self._group.size > 1 or not rows.are_all_sampling or wants.has_grammar or self._sampler is not coupled:
+            return None
+        if not can_verify_padded([state.sampling for state in rows.states], self._sampler):
+            return None
+        trees = VerifiedTrees(tree.tokens, tree.parents, tree.num_nodes, tree.max_depth)
+        sampling = self._table.sampling(rows.slots, rows.states)
+        return Verification.of(self._ops, self.runner.kv.pool, rows.slots, sampling, trees)
+
+
+def make_backend(runner: ModelRunner, table: RequestTable, group: RankGroup, sampler: NodeSampler) -> TorchBackend:
+    """The backend of a runner, without CUDA graphs."""
+    if isinstance(runner, KernelRunner):
+        return KernelBackend(runner, table, group, sampler)
+    return TorchBackend(runner, table, group, sampler)

@@ -1,0 +1,81 @@
+"""Steps as CUDA graphs. What has no graph runs as without them."""
+
+import time
+from dataclasses import dataclass
+
+from specray.spec_decode.node_sampler import NodeSampler
+from specray.spec_decode.request_table import RequestTable
+from specray.spec_decode.verifier import can_verify_padded
+from specray.worker.backend import Pass, StepOutcome, StepWants, TorchBackend
+from specray.worker.buckets import Bucket
+from specray.worker.decode_graphs import DecodeGraphs
+from specray.worker.input_batch import StepBatch
+from specray.worker.model_runner import ModelRunner
+from specray.worker.step_output import CopiedOutcome
+
+
+@dataclass(slots=True)
+class GraphPass(Pass):
+    bucket: Bucket
+    outcome: CopiedOutcome | None  # None: a graph computed the logits, and they are verified without one
+
+
+class GraphBackend:
+    """`StepBackend` of a worker with graphs; `eager` runs the other steps."""
+
+    def __init__(self, graphs: DecodeGraphs, eager: TorchBackend, table: RequestTable, sampler: NodeSampler) -> None:
+        self._graphs, self._eager, self._table, self._sampler = graphs, eager, table, sampler
+
+    @property
+    def runner(self) -> ModelRunner:
+        return self._eager.runner
+
+    @property
+    def starts_passes(self) -> bool:
+        return self._eager.starts_passes
+
+    @property
+    def knows_tree_sizes(self) -> bool:
+        """Where a graph made the last trees, these have as many nodes as limits allow, or fewer."""
+        return self._graphs.were_drafts_taken
+
+    def begin(self, batch: StepBatch, wants: StepWants) -> Pass:
+        states = [state.sampling for state in batch.rows.states]
+        verifies = not wants.has_grammar and can_verify_padded(states, self._sampler)
+        if not verifies:
+            batch = batch.with_sizes()
+        bucket = self._graphs.bucket(batch)
+        if bucket is None and batch.unread is not None:
+            batch = batch.with_sizes()
+            bucket = self._graphs.bucket(batch)
+        if bucket is None:
+            self._graphs.were_drafts_taken = False
+            return self._eager.begin(batch, wants)
+        computed = self._graphs.forward(batch, bucket, returns_logits=not verifies)
+        if not verifies:
+            self._graphs.were_drafts_taken = False
+            return GraphPass(batch, computed, bucket, None)
+        return GraphPass(batch, computed, bucket, self._graphs.verify(batch, bucket, wants.may_draft))
+
+    def can_follow(self, before: Pass) -> bool:
+        return isinstance(before, GraphPass) and before.outcome is not None and before.batch.tree.max_depth == 0
+
+    def follow(self, before: Pass) -> GraphPass:
+        assert isinstance(before, GraphPass)
+        assert before.outcome is not None
+        batch, bucket = before.batch, before.bucket
+        self._table.flush()
+        batch = batch._replace(tree=batch.tree._replace(tokens=before.outcome.first_tokens))
+        computed = self._graphs.forward(batch, bucket, returns_logits=False)
+        return GraphPass(batch, computed, bucket, self._graphs.verify(batch, bucket, drafts=False))
+
+    def wait(self, started: Pass) -> None:
+        """The device orders what follows."""
+
+    def finish(self, started: Pass) -> StepOutcome:
+        if not isinstance(started, GraphPass) or started.outcome is None:
+            return self._eager.finish(started)
+        batch = started.batch.with_sizes()
+        output = started.outcome.output()
+        end = time.perf_counter()
+        return StepOutcome(batch, output, started.computed, end, self._graphs.draft(batch, started.bucket))
