@@ -85,6 +85,6 @@ def tree_ops(device: torch.device) -> TreeOps:
     if uses_triton(device):
         from specray.ops.gpu import steps
 
-        return steps.TreeOps()
+        return steps.TritonTreeOps()
     own = kernels_on(device)
     return TorchTrees() if own is None else TreeKernels(own)

@@ -13,7 +13,7 @@ from specray.train.optimizer import Optimizer
 from specray.train.settings import TrainSettings
 from specray.train.shards import Answer
 from specray.train.target import Target
-from specray.train.unroll import StepOutput, labeled_positions, unroll
+from specray.train.unroll import UnrolledStep, labeled_positions, unroll
 
 
 class Learner:
@@ -43,7 +43,7 @@ class Learner:
         shares = [part.sum() / max(len(part), 1) for part in torch.split(agrees, [len(step.labels) for step in steps])]
         return len(labeled.final), torch.stack((loss.detach(), *shares)).cpu()
 
-    def _loss(self, steps: Sequence[StepOutput], labels: Labels) -> tuple[Tensor, Tensor]:
+    def _loss(self, steps: Sequence[UnrolledStep], labels: Labels) -> tuple[Tensor, Tensor]:
         """The mean over each step's rows, weighted by step. All rows are multiplied with the output matrix at once."""
         weights = [self._settings.step_decay**depth for depth in range(len(steps))]
         importance = [

@@ -71,7 +71,7 @@ class LabeledPositions:
 
 
 @dataclass(frozen=True, slots=True)
-class StepOutput:
+class UnrolledStep:
     """The output of one unrolled step for the chains that have a label."""
 
     outputs: Tensor  # [n, H], to multiply with the head's output weight
@@ -92,7 +92,7 @@ def labeled_positions(batch: Batch, usable_ids: Tensor | None = None) -> Labeled
 
 def unroll(
     head: DraftHead, target: Target, batch: Batch, labeled: LabeledPositions, steps: int
-) -> Iterator[StepOutput]:
+) -> Iterator[UnrolledStep]:
     """Yield the outputs of each step."""
     device = batch.token_ids.device
     first = torch.arange(batch.start, batch.token_ids.shape[1], device=device)
@@ -101,7 +101,7 @@ def unroll(
     for step, states in enumerate(head.rollout(target, batch, steps)):
         number = shifted(labeled.number, first + 1 + step, fill=-1)
         counts = begins & (number >= 0)
-        yield StepOutput(head.outputs(states[counts]), number[counts], chain_of[counts])
+        yield UnrolledStep(head.outputs(states[counts]), number[counts], chain_of[counts])
 
 
 def hidden_state_rollout(head: HiddenStateHead, target: Target, batch: Batch, steps: int) -> Iterator[Tensor]:

@@ -9,7 +9,7 @@ from specray.layers.moe import reason_without_graphs
 from specray.models.fused_forward import FusedForward
 from specray.models.target_model import TargetModel
 from specray.ops.attention import AttentionBackend, PaddedAttention
-from specray.ops.cpu.structs import Arena
+from specray.ops.cpu.structs import ArenaStruct
 from specray.ops.cpu.verification import Verification
 from specray.ops.likeliest import LargestLogits
 from specray.worker.input_batch import InputBatch
@@ -78,7 +78,7 @@ class KernelRunner(ModelRunner):
         self._open.add(number)
         return number, ForwardOutput(*computed, batch.roots)
 
-    def follow(self, number: int, table: Arena, slots: Tensor) -> tuple[int, ForwardOutput]:
+    def follow(self, number: int, table: ArenaStruct, slots: Tensor) -> tuple[int, ForwardOutput]:
         """Start a pass over the tokens that another one, with only the largest logits, chooses for `slots`."""
         following, logits = self._passes.follow(number, table, slots)
         self._open.add(following)

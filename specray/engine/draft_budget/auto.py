@@ -15,7 +15,7 @@ from specray.engine.draft_budget.acceptance import (
 from specray.engine.draft_budget.allocation import Floats, allocate
 from specray.engine.draft_budget.budget import Drafting, Shares
 from specray.engine.draft_budget.costs import StepCosts, StepShape
-from specray.engine.draft_budget.scores import ScoreAcceptance, VerifiedTree, best_cut
+from specray.engine.draft_budget.scores import ScoreAcceptance, ScoredTree, best_cut
 from specray.engine.draft_budget.static import equal_shares
 from specray.engine.draft_budget.trials import TRIAL_STEPS, Trial, Trials
 
@@ -73,7 +73,7 @@ class AutoBudget:
         self._keep = keep
         self._nodes: dict[str, NodeAcceptance] = {}  # by the name of one of several drafters
         self._scores: dict[str, ScoreAcceptance] = {}  # the same; only of draft models, which know their scores
-        self._new_trees: dict[str, list[tuple[RequestAcceptance, VerifiedTree]]] = {}  # that _scores do not count yet
+        self._new_trees: dict[str, list[tuple[RequestAcceptance, ScoredTree]]] = {}  # that _scores do not count yet
         self._cuts: dict[tuple[str, int, int], tuple[int, float]] = {}  # the best, by arguments of `_best_cut`
         self._last_best: LastBest | None = None
         self._num_steps = 0
@@ -158,7 +158,7 @@ class AutoBudget:
         if has_scores and scores:
             request.num_trees += 1
             trees = self._new_trees.setdefault(request.drafter, [])
-            trees.append((request, VerifiedTree(scores, num_drafts, accepted_nodes)))
+            trees.append((request, ScoredTree(scores, num_drafts, accepted_nodes)))
         elif num_drafts:
             nodes = self._nodes.setdefault(request.drafter, NodeAcceptance())
             request.add(len(accepted_nodes), sum(nodes.gains(num_drafts)))

@@ -21,7 +21,7 @@ MEMORY_TREES = 512
 PRIOR_NODES = 8.0  # as many nodes of each class are assumed to have been accepted as their scores say
 
 
-class VerifiedTree(NamedTuple):
+class ScoredTree(NamedTuple):
     """A draft tree after its verification. Nodes are counted from 1, because the root is 0."""
 
     scores: Sequence[float]  # of all its drafts
@@ -44,7 +44,7 @@ class ScoreAcceptance:
         """Nodes of the largest tree that was seen, without the root."""
         return len(self._spread)
 
-    def observe(self, trees: Sequence[VerifiedTree]) -> list[float]:
+    def observe(self, trees: Sequence[ScoredTree]) -> list[float]:
         """Count trees of one step; returns for each the number of nodes that were expected to be accepted.
 
         A step has up to hundreds of trees, and one numpy call for all takes hardly longer than one for each.

@@ -9,7 +9,7 @@ from torch import Tensor
 from specray.ops.attention import AttentionBatch, head_dim_of
 from specray.ops.cpu.library import Kernels
 from specray.ops.cpu.pointer import pointer
-from specray.ops.cpu.structs import FLOAT_TYPES, KV_TYPES, Pool, Requests
+from specray.ops.cpu.structs import FLOAT_TYPES, KV_TYPES, PoolStruct, RequestsStruct
 from specray.ops.cpu.threads import num_threads
 
 
@@ -33,12 +33,12 @@ class PagedAttention:
         self.head_dim = head_dim_of(pool)
         self.layer_bytes = pool.stride(0) * pool.itemsize  # from one layer's part of the pool to the next
         sizes = KV_TYPES[pool.dtype], pool.shape[-2], self.head_dim
-        self._pools = [Pool(pointer(layer), *sizes) for layer in pool]
+        self._pools = [PoolStruct(pointer(layer), *sizes) for layer in pool]
 
     def plan(self, batch: AttentionBatch) -> "PagedAttend":
         return PagedAttend(self, batch)
 
-    def pool_of(self, layer: int) -> Pool:
+    def pool_of(self, layer: int) -> PoolStruct:
         """One layer's part of the pool."""
         return self._pools[layer]
 
@@ -55,7 +55,7 @@ class PagedAttend:
         kv_slots = batch.kv_slots.contiguous()
         mask = None if batch.tree_mask is None else batch.tree_mask.contiguous()
         self._kept = (query_lens, kv_lens, trees, kv_slots, mask)  # the struct has their addresses
-        self.requests = Requests(
+        self.requests = RequestsStruct(
             count=count,
             slots_width=kv_slots.shape[1],
             mask_rows=0 if mask is None else mask.shape[1],

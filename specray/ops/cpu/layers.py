@@ -10,7 +10,7 @@ from torch import Tensor
 from specray.ops.cpu.attention import PagedAttend
 from specray.ops.cpu.packed_layers import EmbedAndHead, PackedLayers
 from specray.ops.cpu.pointer import pointer
-from specray.ops.cpu.structs import FLOAT_TYPES, Arena, Pass, Step, Taps
+from specray.ops.cpu.structs import FLOAT_TYPES, ArenaStruct, PassStruct, StepStruct, TapsStruct
 from specray.ops.cpu.threads import num_threads
 from specray.ops.cpu.verification import Verification
 
@@ -24,7 +24,7 @@ class StartedPass(NamedTuple):
     # are not finite
     logits: Tensor
     copies: Tensor  # of the stream, see `FusedLayers.__call__`
-    step: Step
+    step: StepStruct
     kept: tuple[object, ...]  # what else the kernels read or write
 
 
@@ -95,14 +95,14 @@ class FusedLayers(PackedLayers):
         kept = (attend, token_ids, positions, places, tapped, lens)
         return self._start(around, step, token_ids, places, (copies, tapped), only_largest, kept, verification)
 
-    def follow(self, around: EmbedAndHead, number: int, arena: Arena, slots: Tensor) -> StartedPass:
+    def follow(self, around: EmbedAndHead, number: int, arena: ArenaStruct, slots: Tensor) -> StartedPass:
         """Start a pass over the tokens that another one chooses, which is not joined yet, for the same requests.
 
         The other one, `number`, has the largest logits of each request's last token. `slots` int64 [R] are the
         requests' in the request table.
         """
         before = self._started[number]
-        step, slots, count = Step(), slots.contiguous(), slots.shape[0]
+        step, slots, count = StepStruct(), slots.contiguous(), slots.shape[0]
         numbers = torch.empty(count * (before.step.requests.slots_width + 5), dtype=torch.int64)
         self.kernels.step_after(
             ctypes.byref(before.step), ctypes.byref(arena), pointer(slots), pointer(numbers), ctypes.byref(step)
@@ -113,10 +113,10 @@ class FusedLayers(PackedLayers):
     def _start(
         self,
         around: EmbedAndHead,
-        step: Step,
+        step: StepStruct,
         token_ids: Tensor | None,
         places: Tensor | None,
-        copies: tuple[Tensor, Taps],
+        copies: tuple[Tensor, TapsStruct],
         only_largest: bool,
         kept: tuple[object, ...],
         verification: Verification | None = None,
@@ -129,7 +129,7 @@ class FusedLayers(PackedLayers):
             logits = torch.empty(num_places, dtype=torch.int64)
         else:
             logits = torch.empty(num_places, around.struct.num_columns)
-        where = Pass(
+        where = PassStruct(
             pointer(token_ids),
             pointer(places),
             num_places,
@@ -153,16 +153,16 @@ class FusedLayers(PackedLayers):
         self.kernels.join(number)
         self._started.pop(number, None)
 
-    def _copies(self, count: int, taps: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Taps]:
+    def _copies(self, count: int, taps: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, TapsStruct]:
         """(copies of the stream to be filled, where they lie)."""
         size = self.sizes.hidden
         copies = torch.empty(count, len(taps) * size, dtype=dtype)
         if not taps:
-            return copies, Taps(None, FLOAT_TYPES[dtype], 0)
+            return copies, TapsStruct(None, FLOAT_TYPES[dtype], 0)
         addresses = (ctypes.c_void_p * (len(self.structs) + 2))()
         for number, index in enumerate(taps):
             addresses[index] = copies.data_ptr() + number * size * dtype.itemsize
-        return copies, Taps(addresses, FLOAT_TYPES[dtype], len(taps) * size)
+        return copies, TapsStruct(addresses, FLOAT_TYPES[dtype], len(taps) * size)
 
     def step(
         self,
@@ -170,12 +170,12 @@ class FusedLayers(PackedLayers):
         attend: PagedAttend,
         first_layer: int = 0,
         read_lens: ctypes.Array[ctypes.c_int32] | None = None,
-    ) -> Step:
+    ) -> StepStruct:
         """What the kernels read of a step, besides the layers. `positions` must be contiguous; all must live as long.
 
         `read_lens` [R]: of how many of each request's last rows the output is read, None of all.
         """
-        return Step(
+        return StepStruct(
             positions.shape[0],
             pointer(positions),
             pointer(attend.written),

@@ -12,23 +12,23 @@ import torch
 
 from specray.ops.cpu.build import BuildError, build
 from specray.ops.cpu.structs import (
-    Arena,
-    Committed,
-    DraftNetwork,
-    DraftTrees,
-    EmbedAndHead,
-    Growth,
-    Layer,
-    Matrix,
-    Pass,
-    PendingTrees,
-    Pool,
-    Requests,
-    Screen,
-    Sizes,
-    Step,
-    StepRows,
-    Taps,
+    ArenaStruct,
+    CommittedStruct,
+    DraftNetworkStruct,
+    DraftTreesStruct,
+    EmbedAndHeadStruct,
+    GrowthStruct,
+    LayerStruct,
+    MatrixStruct,
+    PassStruct,
+    PendingTreesStruct,
+    PoolStruct,
+    RequestsStruct,
+    ScreenStruct,
+    SizesStruct,
+    StepRowsStruct,
+    StepStruct,
+    TapsStruct,
     check_layouts,
 )
 
@@ -48,12 +48,12 @@ class Kernels:
         self.pack_quantised = self._function(
             "pack_quantised", c_int32, *[c_void_p] * 3, c_int64, c_int32, c_void_p, c_int64, c_int64
         )
-        of_rows = (POINTER(Matrix), c_void_p, c_int32, c_int64, c_void_p, c_int32, c_int32, c_int32)
+        of_rows = (POINTER(MatrixStruct), c_void_p, c_int32, c_int64, c_void_p, c_int32, c_int32, c_int32)
         self.linear, self.gated = self._function("linear", *of_rows), self._function("gated", *of_rows)
         self.largest = self._function(
             "largest",
-            POINTER(Matrix),
-            POINTER(Screen),
+            POINTER(MatrixStruct),
+            POINTER(ScreenStruct),
             c_void_p,
             c_int32,
             c_int64,
@@ -62,11 +62,19 @@ class Kernels:
             c_int32,
         )
         self.attention = self._function(
-            "attention", POINTER(Pool), POINTER(Requests), c_void_p, c_int64, c_int32, *[c_void_p] * 3, c_int32, c_int32
+            "attention",
+            POINTER(PoolStruct),
+            POINTER(RequestsStruct),
+            c_void_p,
+            c_int64,
+            c_int32,
+            *[c_void_p] * 3,
+            c_int32,
+            c_int32,
         )
-        of_layers = (POINTER(Layer), c_int32, POINTER(Sizes), POINTER(Step))
-        self.layers = self._function("layers", *of_layers, *[c_void_p] * 2, POINTER(Taps), c_int32)
-        of_pass = (POINTER(EmbedAndHead), *of_layers, POINTER(Pass), POINTER(Taps))
+        of_layers = (POINTER(LayerStruct), c_int32, POINTER(SizesStruct), POINTER(StepStruct))
+        self.layers = self._function("layers", *of_layers, *[c_void_p] * 2, POINTER(TapsStruct), c_int32)
+        of_pass = (POINTER(EmbedAndHeadStruct), *of_layers, POINTER(PassStruct), POINTER(TapsStruct))
         self.start_forward = self._function("start_forward", *of_pass, c_int32, returns=c_int64)
         self.join = self._function("join", c_int64)
         self.norm = self._function("norm", c_void_p, c_void_p, c_int32, c_int64, c_int32, c_float, c_void_p, c_int32)
@@ -79,25 +87,34 @@ class Kernels:
         self.move_kv = self._function(
             "move_kv", c_void_p, c_int32, c_int64, c_int64, c_int32, c_void_p, c_int32, c_void_p, c_int64
         )
-        self.extend = self._function("extend", POINTER(DraftNetwork), POINTER(Step), *[c_void_p] * 3, c_int32, c_int32)
-        self.grow = self._function("grow", POINTER(DraftNetwork), POINTER(Growth), c_int32)
+        self.extend = self._function(
+            "extend", POINTER(DraftNetworkStruct), POINTER(StepStruct), *[c_void_p] * 3, c_int32, c_int32
+        )
+        self.grow = self._function("grow", POINTER(DraftNetworkStruct), POINTER(GrowthStruct), c_int32)
         self.draft = self._function(
-            "draft", POINTER(DraftNetwork), POINTER(Arena), POINTER(Committed), POINTER(Growth), c_int32
+            "draft",
+            POINTER(DraftNetworkStruct),
+            POINTER(ArenaStruct),
+            POINTER(CommittedStruct),
+            POINTER(GrowthStruct),
+            c_int32,
         )
         self.add_noise = self._function("add_noise", c_void_p, c_int32, c_void_p, c_float, c_void_p)
         self.sample = self._function("sample", c_void_p, c_int64, c_int32, *[c_void_p] * 6, c_int32)
-        self.walk = self._function("walk", POINTER(DraftTrees), c_void_p, c_int32)
+        self.walk = self._function("walk", POINTER(DraftTreesStruct), c_void_p, c_int32)
         self.forbid = self._function("forbid", c_void_p, c_int32, c_void_p, c_void_p, c_int32, c_int64, c_int32)
-        of_table = (POINTER(Arena), c_int64, c_void_p)
+        of_table = (POINTER(ArenaStruct), c_int64, c_void_p)
         self.build_step = self._function(
-            "build_step", POINTER(Arena), POINTER(StepRows), c_int64, c_int64, c_void_p, c_void_p
+            "build_step", POINTER(ArenaStruct), POINTER(StepRowsStruct), c_int64, c_int64, c_void_p, c_void_p
         )
-        self.step_after = self._function("step_after", POINTER(Step), POINTER(Arena), c_void_p, c_void_p, POINTER(Step))
+        self.step_after = self._function(
+            "step_after", POINTER(StepStruct), POINTER(ArenaStruct), c_void_p, c_void_p, POINTER(StepStruct)
+        )
         self.gather_cells = self._function("gather_cells", *of_table, c_void_p, c_int64, c_void_p)
         self.gather_kv_slots = self._function("gather_kv_slots", *of_table, c_void_p, c_int64, c_void_p)
         self.append_tokens = self._function("append_tokens", *of_table, c_void_p, c_int64)
         self.build_extend = self._function("build_extend", *of_table, *[c_void_p] * 6)
-        of_pending = (POINTER(PendingTrees), c_int64, *[c_void_p] * 4)
+        of_pending = (POINTER(PendingTreesStruct), c_int64, *[c_void_p] * 4)
         self.put_trees = self._function("put_trees", *of_pending, c_void_p, c_int64)
         self.take_trees = self._function("take_trees", *of_pending, c_int64, *[c_void_p] * 3)
 

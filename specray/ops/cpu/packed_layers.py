@@ -10,7 +10,7 @@ from specray.ops.cpu.library import Kernels
 from specray.ops.cpu.matrix import GatedMatrix, PackedMatrix
 from specray.ops.cpu.pointer import pointer
 from specray.ops.cpu.screen import Screen
-from specray.ops.cpu.structs import FLOAT_TYPES, Layer, Sizes
+from specray.ops.cpu.structs import FLOAT_TYPES, LayerStruct, SizesStruct
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,13 +39,13 @@ class EmbedAndHead:
     ) -> None:
         """`num_columns` of the output matrix are the vocabulary."""
         self._kept = (embedding.contiguous(), norm, output, screen)  # the struct has their addresses
-        self.struct = structs.EmbedAndHead(
+        self.struct = structs.EmbedAndHeadStruct(
             pointer(self._kept[0]),
             FLOAT_TYPES[embedding.dtype],
             num_columns,
             pointer(norm),
             output.struct,
-            structs.Screen() if screen is None else screen.struct,
+            structs.ScreenStruct() if screen is None else screen.struct,
         )
         self.num_bytes = output.num_bytes
 
@@ -67,16 +67,16 @@ class PackedLayers:
         first = layers[0]
         self.kernels = kernels
         self._kept: list[Tensor | LayerParts] = [*layers]  # the structs have the addresses of their data
-        self.structs = (Layer * len(layers))(*(self._struct(layer) for layer in layers))
-        self.sizes = Sizes(first.out.columns, first.gate_up.columns, num_heads, num_kv_heads, dim, eps)
+        self.structs = (LayerStruct * len(layers))(*(self._struct(layer) for layer in layers))
+        self.sizes = SizesStruct(first.out.columns, first.gate_up.columns, num_heads, num_kv_heads, dim, eps)
         self.num_bytes = sum(layer.num_bytes for layer in layers)
         self._kept += cos_sin
         self.cos, self.sin = map(pointer, cos_sin)
 
-    def _struct(self, layer: LayerParts) -> Layer:
+    def _struct(self, layer: LayerParts) -> LayerStruct:
         norms = [self._weight(norm) for norm in (layer.input_norm, layer.q_norm, layer.k_norm, layer.ffn_norm)]
         matrices = (layer.qkv.struct, layer.out.struct, layer.gate_up.struct, layer.down.struct)
-        return Layer(*norms, *matrices)
+        return LayerStruct(*norms, *matrices)
 
     def _weight(self, norm: Tensor | None) -> int | None:
         if norm is None:

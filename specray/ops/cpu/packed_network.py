@@ -9,7 +9,7 @@ from specray.ops.cpu.layers import FusedLayers
 from specray.ops.cpu.library import Kernels
 from specray.ops.cpu.matrix import PackedMatrix
 from specray.ops.cpu.pointer import pointer
-from specray.ops.cpu.structs import FLOAT_TYPES, DraftNetwork, Matrix
+from specray.ops.cpu.structs import FLOAT_TYPES, DraftNetworkStruct, MatrixStruct
 from specray.ops.grouped_weight import Weight, to_int4
 
 
@@ -75,8 +75,8 @@ class PackedNetwork:
         self.fuses = fusion is not None
         self._fusion = fusion
         norms = None if fusion is None else fusion.norms
-        self._struct = DraftNetwork(
-            fuse=Matrix() if fusion is None else fusion.matrix.struct,
+        self._struct = DraftNetworkStruct(
+            fuse=MatrixStruct() if fusion is None else fusion.matrix.struct,
             fuse_norms=pointer(norms),
             num_norms=0 if norms is None else len(norms),
             embedding=pointer(self._embedding),
@@ -84,7 +84,7 @@ class PackedNetwork:
             vocab_size=len(embedding),
             token_norm=pointer(inputs.token_norm),
             state_norm=pointer(inputs.state_norm),
-            project=Matrix() if inputs.project is None else inputs.project.struct,
+            project=MatrixStruct() if inputs.project is None else inputs.project.struct,
             reads_states=self._inputs is not None,
             state_first=inputs.state_first,
             residual_is_normed=inputs.residual_is_normed,

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from specray.ops.cpu.library import Kernels
 from specray.ops.cpu.pointer import pointer
-from specray.ops.cpu.structs import FLOAT_TYPES, GROUP, Matrix
+from specray.ops.cpu.structs import FLOAT_TYPES, GROUP, MatrixStruct
 from specray.ops.cpu.weight_memory import weight_memory
 from specray.ops.grouped_weight import GroupedWeight, Weight
 
@@ -30,7 +30,7 @@ _WITH_LOWS = {kind for (_, has_lows, _, _), kind in _KINDS.items() if has_lows} 
 class Packed(NamedTuple):
     """One weight, or several that one product reads together."""
 
-    struct: Matrix  # has the addresses of the others
+    struct: MatrixStruct  # has the addresses of the others
     data: Tensor  # uint8
     bias: Tensor | None
 
@@ -42,7 +42,9 @@ def pack(kernels: Kernels, weights: list[Weight], bias: Tensor | None = None) ->
     if bias is not None:
         bias = torch.nn.functional.pad(bias.float(), (0, padding)).contiguous()
     zero = 0 if isinstance(weight, Tensor) or kind in _WITH_LOWS else weight.zero
-    return Packed(Matrix(kind, len(weights) * (outs + padding), ins, zero, pointer(data), pointer(bias)), data, bias)
+    return Packed(
+        MatrixStruct(kind, len(weights) * (outs + padding), ins, zero, pointer(data), pointer(bias)), data, bias
+    )
 
 
 def kind_of(*weights: Weight) -> int:

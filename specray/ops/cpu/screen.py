@@ -48,8 +48,8 @@ class Screen(NamedTuple):
         return cls(packed, pad(errors * _MARGIN, (0, padding), value=torch.inf), pad(norms * _MARGIN, (0, padding)))
 
     @property
-    def struct(self) -> structs.Screen:
-        return structs.Screen(self.packed.struct, pointer(self.errors), pointer(self.norms))
+    def struct(self) -> structs.ScreenStruct:
+        return structs.ScreenStruct(self.packed.struct, pointer(self.errors), pointer(self.norms))
 
     @property
     def num_bytes(self) -> int:

@@ -24,7 +24,7 @@ class TableKernels:
         self._kernels = kernels
         self._kept = arena  # the struct has its address
         columns = (arena.row_size, arena.kv_column, arena.length_column)
-        self.struct = structs.Arena(pointer(arena.cells), *columns)
+        self.struct = structs.ArenaStruct(pointer(arena.cells), *columns)
         self._arena = ctypes.byref(self.struct)
 
     def cells(self, slots: Tensor, positions: Tensor, column: int) -> Tensor:
@@ -38,7 +38,7 @@ class TableKernels:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         count, width = trees[0].shape
         kept = [part.contiguous() for part in (*columns, *trees)]
-        rows = structs.StepRows(count, width, *[part.data_ptr() for part in kept])
+        rows = structs.StepRowsStruct(count, width, *[part.data_ptr() for part in kept])
         sizes = (total, total, total, count, count * kv_width)
         step = torch.empty(sum(sizes), dtype=torch.int64)
         ancestors = torch.empty(count, width, width, dtype=torch.bool) if has_drafts else None
@@ -73,7 +73,7 @@ class TreeKernels:
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
         self._pending: TreeTensors | None = None  # the last ones, of which the struct has the addresses
-        self._struct = structs.PendingTrees()
+        self._struct = structs.PendingTreesStruct()
 
     def put(self, pending: TreeTensors, slots: Tensor, trees: TreeTensors) -> None:
         kept = [None if part is None else part.contiguous() for part in (slots, *trees)]
@@ -101,8 +101,8 @@ class TreeKernels:
             report = torch.cat((numbers[1:].float(), pending.scores.index_select(0, slots).t()))
         return tokens, parents, num_nodes, report
 
-    def _struct_of(self, trees: TreeTensors) -> structs.PendingTrees:
+    def _struct_of(self, trees: TreeTensors) -> structs.PendingTreesStruct:
         if trees is not self._pending:
             self._pending = trees
-            self._struct = structs.PendingTrees(*map(pointer, trees), trees.tokens.shape[1])
+            self._struct = structs.PendingTreesStruct(*map(pointer, trees), trees.tokens.shape[1])
         return self._struct

@@ -11,7 +11,7 @@ KV_TYPES = {**FLOAT_TYPES, torch.int8: 3}  # of `Pool` in kv_pool.h
 GROUP = 32  # activations that share a scale
 
 
-class Matrix(ctypes.Structure):
+class MatrixStruct(ctypes.Structure):
     """`Matrix` in matrix.h."""
 
     _fields_ = (
@@ -24,13 +24,13 @@ class Matrix(ctypes.Structure):
     )
 
 
-class Pool(ctypes.Structure):
+class PoolStruct(ctypes.Structure):
     """`Pool` in kv_pool.h."""
 
     _fields_ = (("data", c_void_p), ("type", c_int32), ("num_heads", c_int32), ("dim", c_int32))
 
 
-class Requests(ctypes.Structure):
+class RequestsStruct(ctypes.Structure):
     """`Requests` in attention.h."""
 
     _fields_ = (
@@ -47,7 +47,7 @@ class Requests(ctypes.Structure):
     )
 
 
-class Layer(ctypes.Structure):
+class LayerStruct(ctypes.Structure):
     """`Layer` in layers.h."""
 
     _fields_ = (
@@ -55,14 +55,14 @@ class Layer(ctypes.Structure):
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
         ("ffn_norm", c_void_p),
-        ("qkv", Matrix),
-        ("out", Matrix),
-        ("gate_up", Matrix),
-        ("down", Matrix),
+        ("qkv", MatrixStruct),
+        ("out", MatrixStruct),
+        ("gate_up", MatrixStruct),
+        ("down", MatrixStruct),
     )
 
 
-class Sizes(ctypes.Structure):
+class SizesStruct(ctypes.Structure):
     """`Sizes` in layers.h."""
 
     _fields_ = (
@@ -75,7 +75,7 @@ class Sizes(ctypes.Structure):
     )
 
 
-class Step(ctypes.Structure):
+class StepStruct(ctypes.Structure):
     """`Step` in layers.h."""
 
     _fields_ = (
@@ -84,26 +84,26 @@ class Step(ctypes.Structure):
         ("written", c_void_p),
         ("cos", c_void_p),
         ("sin", c_void_p),
-        ("requests", Requests),
-        ("pool", Pool),
+        ("requests", RequestsStruct),
+        ("pool", PoolStruct),
         ("layer_bytes", c_int64),
         ("read_lens", c_void_p),
     )
 
 
-class Taps(ctypes.Structure):
+class TapsStruct(ctypes.Structure):
     """`Taps` in layers.h."""
 
     _fields_ = (("copies", POINTER(c_void_p)), ("type", c_int32), ("stride", c_int32))
 
 
-class Screen(ctypes.Structure):
+class ScreenStruct(ctypes.Structure):
     """`Screen` in screen.h."""
 
-    _fields_ = (("matrix", Matrix), ("errors", c_void_p), ("norms", c_void_p))
+    _fields_ = (("matrix", MatrixStruct), ("errors", c_void_p), ("norms", c_void_p))
 
 
-class EmbedAndHead(ctypes.Structure):
+class EmbedAndHeadStruct(ctypes.Structure):
     """`EmbedAndHead` in layers.h."""
 
     _fields_ = (
@@ -111,18 +111,18 @@ class EmbedAndHead(ctypes.Structure):
         ("embedding_type", c_int32),
         ("num_columns", c_int32),
         ("norm", c_void_p),
-        ("output", Matrix),
-        ("screen", Screen),
+        ("output", MatrixStruct),
+        ("screen", ScreenStruct),
     )
 
 
-class Arena(ctypes.Structure):
+class ArenaStruct(ctypes.Structure):
     """`Arena` in steps.h."""
 
     _fields_ = (("cells", c_void_p), ("row_size", c_int64), ("kv_column", c_int64), ("length_column", c_int64))
 
 
-class DraftTrees(ctypes.Structure):
+class DraftTreesStruct(ctypes.Structure):
     """`DraftTrees` in sampling.h."""
 
     _fields_ = (
@@ -144,12 +144,12 @@ class DraftTrees(ctypes.Structure):
     )
 
 
-class Verification(ctypes.Structure):
+class VerificationStruct(ctypes.Structure):
     """`Verification` in verification.h."""
 
     _fields_ = (
-        ("trees", DraftTrees),
-        ("arena", Arena),
+        ("trees", DraftTreesStruct),
+        ("arena", ArenaStruct),
         ("slots", c_void_p),
         ("pool", c_void_p),
         ("num_layers", c_int64),
@@ -159,7 +159,7 @@ class Verification(ctypes.Structure):
     )
 
 
-class Pass(ctypes.Structure):
+class PassStruct(ctypes.Structure):
     """`Pass` in layers.h."""
 
     _fields_ = (
@@ -170,15 +170,15 @@ class Pass(ctypes.Structure):
         ("final", c_void_p),
         ("logits", c_void_p),
         ("largest", c_void_p),
-        ("verification", POINTER(Verification)),
+        ("verification", POINTER(VerificationStruct)),
     )
 
 
-class DraftNetwork(ctypes.Structure):
+class DraftNetworkStruct(ctypes.Structure):
     """`DraftNetwork` in trees.h."""
 
     _fields_ = (
-        ("fuse", Matrix),
+        ("fuse", MatrixStruct),
         ("fuse_norms", c_void_p),
         ("num_norms", c_int32),
         ("embedding", c_void_p),
@@ -186,20 +186,20 @@ class DraftNetwork(ctypes.Structure):
         ("vocab_size", c_int32),
         ("token_norm", c_void_p),
         ("state_norm", c_void_p),
-        ("project", Matrix),
+        ("project", MatrixStruct),
         ("reads_states", c_int32),
         ("state_first", c_int32),
         ("residual_is_normed", c_int32),
         ("num_layers", c_int32),
         ("layers", c_void_p),
-        ("sizes", Sizes),
+        ("sizes", SizesStruct),
         ("cos", c_void_p),
         ("sin", c_void_p),
         ("norm", c_void_p),
         ("state_is_normed", c_int32),
         ("output_is_normed", c_int32),
         ("num_columns", c_int32),
-        ("output", Matrix),
+        ("output", MatrixStruct),
         ("output_rows", c_void_p),
         ("rows_type", c_int32),
         ("target_ids", c_void_p),
@@ -208,7 +208,7 @@ class DraftNetwork(ctypes.Structure):
     )
 
 
-class Growth(ctypes.Structure):
+class GrowthStruct(ctypes.Structure):
     """`Growth` in trees.h."""
 
     _fields_ = (
@@ -226,7 +226,7 @@ class Growth(ctypes.Structure):
         ("slots_width", c_int32),
         ("scratch_width", c_int32),
         ("window", c_int32),
-        ("pool", Pool),
+        ("pool", PoolStruct),
         ("layer_bytes", c_int64),
         ("seeds", c_void_p),
         ("ends", c_void_p),
@@ -238,7 +238,7 @@ class Growth(ctypes.Structure):
     )
 
 
-class Committed(ctypes.Structure):
+class CommittedStruct(ctypes.Structure):
     """`Committed` in draft.h."""
 
     _fields_ = (
@@ -251,7 +251,7 @@ class Committed(ctypes.Structure):
     )
 
 
-class StepRows(ctypes.Structure):
+class StepRowsStruct(ctypes.Structure):
     """`StepRows` in steps.h."""
 
     _fields_ = (
@@ -266,7 +266,7 @@ class StepRows(ctypes.Structure):
     )
 
 
-class PendingTrees(ctypes.Structure):
+class PendingTreesStruct(ctypes.Structure):
     """`PendingTrees` in steps.h."""
 
     _fields_ = (
@@ -296,4 +296,4 @@ def check_layouts(compiled: str) -> None:
 def _layout(struct: type[ctypes.Structure]) -> str:
     fields = [(name, getattr(struct, name)) for name, *_ in struct._fields_]
     parts = [f"{name} {field.offset} {field.size}" for name, field in fields]
-    return f"{struct.__name__} {ctypes.sizeof(struct)} {' '.join(parts)}\n"
+    return f"{struct.__name__.removesuffix('Struct')} {ctypes.sizeof(struct)} {' '.join(parts)}\n"

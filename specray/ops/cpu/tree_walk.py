@@ -7,7 +7,7 @@ from torch import Tensor
 
 from specray.ops.cpu.library import Kernels
 from specray.ops.cpu.pointer import pointer
-from specray.ops.cpu.structs import DraftTrees
+from specray.ops.cpu.structs import DraftTreesStruct
 from specray.ops.cpu.threads import num_threads
 from specray.ops.sampling_state import SamplingBatch
 
@@ -33,7 +33,9 @@ def walk(
     if any(state.is_sampled for state in batch.states):
         columns = (lengths, batch.seeds, batch.temperature, batch.top_p, batch.min_p, batch.top_k)
         options = [column.contiguous() for column in columns]
-    trees = DraftTrees(count, width, max_depth, logits.shape[1], *map(pointer, kept), None, *map(pointer, options))
+    trees = DraftTreesStruct(
+        count, width, max_depth, logits.shape[1], *map(pointer, kept), None, *map(pointer, options)
+    )
     return _walked(kernels, trees, min(count, num_threads()))
 
 
@@ -43,11 +45,11 @@ def follow(
     """The same where the tokens after all nodes are known: int64 [sum of num_nodes], -1 where logits are not finite."""
     count, width = tokens.shape
     kept = [part.contiguous() for part in (tokens, parents, num_nodes)]
-    trees = DraftTrees(count, width, max_depth, 0, *[part.data_ptr() for part in kept], None, pointer(choices))
+    trees = DraftTreesStruct(count, width, max_depth, 0, *[part.data_ptr() for part in kept], None, pointer(choices))
     return _walked(kernels, trees, 1)
 
 
-def _walked(kernels: Kernels, trees: DraftTrees, num_threads: int) -> Tensor:
+def _walked(kernels: Kernels, trees: DraftTreesStruct, num_threads: int) -> Tensor:
     outcome = torch.empty(trees.num_trees, 2 + 2 * (trees.max_depth + 1), dtype=torch.int64)
     kernels.walk(ctypes.byref(trees), outcome.data_ptr(), num_threads)
     return outcome

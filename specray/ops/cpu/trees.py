@@ -12,7 +12,7 @@ from specray.ops.cpu.attention import PagedAttend, PagedAttention
 from specray.ops.cpu.packed_network import PackedNetwork
 from specray.ops.cpu.pointer import pointer
 from specray.ops.cpu.steps import TableKernels
-from specray.ops.cpu.structs import FLOAT_TYPES, Committed, Growth
+from specray.ops.cpu.structs import FLOAT_TYPES, CommittedStruct, GrowthStruct
 from specray.ops.cpu.threads import num_threads
 
 
@@ -112,7 +112,7 @@ class TreeNetwork(PackedNetwork):
         table, num_trees, *columns, read = committed
         slots, starts, ends = (column.contiguous() for column in columns)
         read = read.contiguous()
-        parts = Committed(
+        parts = CommittedStruct(
             count=slots.shape[0],
             slots=pointer(slots),
             starts=pointer(starts),
@@ -155,13 +155,13 @@ class TreeNetwork(PackedNetwork):
         limits: TreeLimits,
         options: TreeOptions,
         trees: GrownTrees,
-    ) -> tuple[Growth, list[Tensor | None]]:
+    ) -> tuple[GrowthStruct, list[Tensor | None]]:
         """The struct without what the trees grow from, and what must live as long as it."""
         scratch = options.scratch
         noise: list[Tensor | None] = [None] * 3
         if options.noise is not None:
             noise = [part.contiguous() for part in options.noise]
-        growth = Growth(
+        growth = GrowthStruct(
             num_trees=count,
             topk=limits.topk,
             num_levels=limits.num_levels,

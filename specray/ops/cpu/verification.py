@@ -40,13 +40,13 @@ class Verification:
         count, width = tokens.shape
         self.outcome = torch.empty(count, 2 + 2 * (max_depth + 1), dtype=torch.int64)
         self._kept = table, pool, slots, sampling, trees  # the struct has the addresses of all of these
-        walked = structs.DraftTrees(count, width, max_depth, 0, *map(pointer, (tokens, parents, num_nodes)))
+        walked = structs.DraftTreesStruct(count, width, max_depth, 0, *map(pointer, (tokens, parents, num_nodes)))
         if sampling:
             addresses = map(pointer, sampling)
             walked.seeds, walked.temperature, walked.top_p, walked.min_p, walked.top_k = addresses
         layer_bytes, slot_bytes = (stride * pool.itemsize for stride in pool.stride()[:2])
         sizes = (pool.data_ptr(), pool.shape[0], layer_bytes, slot_bytes)
-        self.struct = structs.Verification(walked, table.struct, pointer(slots), *sizes, pointer(self.outcome))
+        self.struct = structs.VerificationStruct(walked, table.struct, pointer(slots), *sizes, pointer(self.outcome))
 
     @classmethod
     def of(
@@ -61,7 +61,7 @@ class Verification:
         parts = (tokens.contiguous(), parents.contiguous(), num_nodes.contiguous())
         return cls(table, pool, slots.contiguous(), options, VerifiedTrees(*parts, max_depth))
 
-    def address(self, vocab_size: int) -> "ctypes._Pointer[structs.Verification]":
+    def address(self, vocab_size: int) -> "ctypes._Pointer[structs.VerificationStruct]":
         """Of the struct, for logits of so many columns."""
         self.struct.trees.vocab_size = vocab_size
         return ctypes.pointer(self.struct)

@@ -160,7 +160,7 @@ def extend_input(
     return token_ids, positions, batch, places, last, ends, roots
 
 
-class TreeOps:
+class TritonTreeOps:
     """See `specray.spec_decode.step_ops`."""
 
     def take(self, pending: TreeTensors, wanted: TreesWanted, vocab_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

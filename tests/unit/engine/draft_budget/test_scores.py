@@ -9,7 +9,7 @@ from specray.engine.draft_budget.acceptance import RequestAcceptance
 from specray.engine.draft_budget.auto import NUM_FIRST_TREES, AutoBudget
 from specray.engine.draft_budget.budget import Drafting
 from specray.engine.draft_budget.costs import StepCosts, StepShape
-from specray.engine.draft_budget.scores import EDGES, ScoreAcceptance, VerifiedTree, best_cut
+from specray.engine.draft_budget.scores import EDGES, ScoreAcceptance, ScoredTree, best_cut
 
 MOST = 8
 
@@ -31,7 +31,7 @@ def learnt(num_trees: int = 2000, at_once: int = 1) -> ScoreAcceptance:
     acceptance, random = ScoreAcceptance(), Random(0)
     for _ in range(num_trees // at_once):
         trees = [tree(random) for _ in range(at_once)]
-        acceptance.observe([VerifiedTree(scores, MOST, accepted) for scores, accepted in trees])
+        acceptance.observe([ScoredTree(scores, MOST, accepted) for scores, accepted in trees])
     return acceptance
 
 
@@ -61,7 +61,7 @@ def test_trees_of_one_step_count_like_those_of_several() -> None:
 
 def test_trees_of_different_sizes_are_counted_together() -> None:
     acceptance = ScoreAcceptance()
-    trees = [VerifiedTree([0.9, 0.5], 2, [1]), VerifiedTree([], 0, []), VerifiedTree([0.9, 0.7, 0.1], 1, [1])]
+    trees = [ScoredTree([0.9, 0.5], 2, [1]), ScoredTree([], 0, []), ScoredTree([0.9, 0.7, 0.1], 1, [1])]
     expected = acceptance.observe(trees)
     assert expected == pytest.approx([0.9 + 0.5, 0.0, 0.9])  # before the first tree, scores are believed
     accepted, verified = acceptance.gains()
@@ -74,9 +74,9 @@ def test_the_first_score_at_a_new_place_weighs_no_more_than_the_next_ones() -> N
     """As when trees become larger after long."""
     acceptance = ScoreAcceptance()
     for _ in range(600):
-        acceptance.observe([VerifiedTree([0.9], 1, [])])
+        acceptance.observe([ScoredTree([0.9], 1, [])])
     for score in (0.01, *[0.9] * 9):
-        acceptance.observe([VerifiedTree([0.9, score], 2, [])])
+        acceptance.observe([ScoredTree([0.9, score], 2, [])])
     _, verified = acceptance.gains()
     likely = int(np.searchsorted(EDGES, 0.5))
     assert verified[1, likely] == pytest.approx(1.9)
@@ -133,5 +133,5 @@ def test_requests_whose_drafts_are_accepted_less_need_likelier_drafts() -> None:
 def test_scores_that_are_no_probabilities_do_no_harm() -> None:
     """A drafter of a user's own, in the target's process, may return any."""
     acceptance = ScoreAcceptance()
-    acceptance.observe([VerifiedTree([-2.0, float("nan"), 3.0], 3, [1])])
+    acceptance.observe([ScoredTree([-2.0, float("nan"), 3.0], 3, [1])])
     assert np.isfinite(acceptance.gains()).all()
