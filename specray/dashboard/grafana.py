@@ -1,19 +1,22 @@
 """The panels as a Grafana dashboard, through Grafana's SDK, which is optional."""
 
+import re
 from collections.abc import Iterator
 from itertools import count
 from typing import TYPE_CHECKING
 
-from specray.dashboard.panels import ROWS, Panel
+from specray.dashboard.panels import DRAFTER_INFO, PREFIX, ROWS, Panel
 from specray.errors import ConfigError
 
 if TYPE_CHECKING:
-    from grafana_foundation_sdk.builders import timeseries
+    from grafana_foundation_sdk.builders import dashboard, stat, timeseries
     from grafana_foundation_sdk.models.dashboard import Dashboard, DataSourceRef
 
 UID = "specray"
 DATASOURCE = "datasource"  # a dashboard variable, so that any Prometheus can be chosen
+SELECTED = ("application", "replica")  # variables, whose values the panels' series have as labels
 PANEL_HEIGHT, PANEL_WIDTH = 8, 8  # of a grid 24 wide
+NUMBER_HEIGHT, NUMBER_WIDTH = 4, 4  # of panels that show a number
 FILL_PERCENT = 60  # of stacked areas
 
 
@@ -41,34 +44,78 @@ def build() -> "Dashboard":
         .refresh("10s")  # the interval of Ray's metrics
         .with_variable(dashboard.DatasourceVariable(DATASOURCE).label("Prometheus").type("prometheus"))
     )
+    for label in SELECTED:
+        builder.with_variable(_selector(label))
     for row in ROWS:
-        builder.with_row(dashboard.Row(row.title).id(next(ids)))
-        for panel in row.panels:
-            builder.with_panel(_panel(panel).id(next(ids)))
+        row_builder = dashboard.Row(row.title).id(next(ids)).collapsed(not row.is_open)
+        panels = [_panel(panel).id(next(ids)) for panel in row.panels]
+        if not row.is_open:
+            for panel in panels:
+                row_builder.with_panel(panel)
+        builder.with_row(row_builder)
+        if row.is_open:
+            for panel in panels:
+                builder.with_panel(panel)
     return builder.build()
 
 
-def _panel(panel: Panel) -> "timeseries.Panel":
-    from grafana_foundation_sdk.builders import common, prometheus, timeseries
-    from grafana_foundation_sdk.models.common import StackingMode
+def selecting(expression: str) -> str:
+    """The expression over the series that the variables select: all of ours, and Serve's by application."""
+
+    def select(match: re.Match[str]) -> str:
+        labels = SELECTED if match[1].startswith(PREFIX + "specray_") else SELECTED[:1]
+        matchers = ", ".join(f'{label}=~"${label}"' for label in labels)
+        return f"{match[1]}{{{matchers}, " if match[2] else f"{match[1]}{{{matchers}}}"
+
+    return re.sub(rf"\b({PREFIX}specray_\w+|{PREFIX}serve_deployment_\w+)(\{{)?", select, expression)
+
+
+def _selector(label: str) -> "dashboard.QueryVariable":
+    """A variable with the values that the label has, all of them to begin with."""
+    from grafana_foundation_sdk.builders import dashboard
+    from grafana_foundation_sdk.models.dashboard import VariableOption, VariableRefresh
+
+    everything = VariableOption(selected=True, text="All", value="$__all")
+    within = "" if label == SELECTED[0] else '{application=~"$application"}'
+    return (
+        dashboard.QueryVariable(label)
+        .datasource(_datasource())
+        .query(f"label_values({DRAFTER_INFO}{within}, {label})")
+        .refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
+        .multi(True)
+        .include_all(True)
+        .all_value(".*")
+        .current(everything)
+    )
+
+
+def _panel(panel: Panel) -> "timeseries.Panel | stat.Panel":
+    from grafana_foundation_sdk.builders import prometheus
 
     source = _datasource()
-    builder = (
-        timeseries.Panel()
-        .title(panel.title)
-        .description(panel.description)
-        .unit(panel.unit)
-        .datasource(source)
-        .height(PANEL_HEIGHT)
-        .span(PANEL_WIDTH)
-    )
+    builder = _number() if panel.is_number else _curves(panel)
+    builder.title(panel.title).description(panel.description).unit(panel.unit).datasource(source)
+    for name, query in zip(_ref_ids(), panel.queries, strict=False):
+        target = prometheus.Dataquery().expr(selecting(query.expression)).legend_format(query.legend)
+        builder.with_target(target.ref_id(name).datasource(source).range())
+    return builder
+
+
+def _number() -> "stat.Panel":
+    from grafana_foundation_sdk.builders import stat
+
+    return stat.Panel().height(NUMBER_HEIGHT).span(NUMBER_WIDTH)
+
+
+def _curves(panel: Panel) -> "timeseries.Panel":
+    from grafana_foundation_sdk.builders import common, timeseries
+    from grafana_foundation_sdk.models.common import StackingMode
+
+    builder = timeseries.Panel().height(PANEL_HEIGHT).span(PANEL_WIDTH)
     if panel.unit == "percentunit":
         builder.min(0).max(1)
     if panel.stacked:
         builder.stacking(common.StackingConfig().mode(StackingMode.NORMAL)).fill_opacity(FILL_PERCENT)
-    for name, query in zip(_ref_ids(), panel.queries, strict=False):
-        target = prometheus.Dataquery().expr(query.expression).legend_format(query.legend)
-        builder.with_target(target.ref_id(name).datasource(source).range())
     return builder
 
 

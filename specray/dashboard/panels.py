@@ -50,11 +50,13 @@ class Panel(NamedTuple):
     queries: tuple[Query, ...]
     stacked: bool = False
     is_main: bool = False  # drawn by `specray dashboard --png`
+    is_number: bool = False  # shown as the last value instead of curves
 
 
 class Row(NamedTuple):
     title: str
     panels: tuple[Panel, ...]
+    is_open: bool = False  # others open with a click, and are not queried before
 
 
 def rate(name: str, by: str, where: str = "", window: str = WINDOW) -> str:
@@ -127,6 +129,55 @@ EACH_NODE_COSTS = (
     f" / ({rate(DRAFT_TOKENS, 'drafter')} + {rate(VERIFY_STEPS, 'drafter')})"
 )
 
+HEALTHY_ENGINES = 'ray_serve_deployment_replica_healthy{deployment="Router"}'
+FAILED = rate("specray_request_finished_total", "", '{finished_reason="error"}')
+
+OVERVIEW = Row(
+    "Overview",
+    (
+        Panel("Engines now", "none", "Healthy ones.", (Query(f"sum({HEALTHY_ENGINES})", "engines"),), is_number=True),
+        Panel(
+            "Load now",
+            "none",
+            "Requests that run and that wait.",
+            (
+                Query(gauge("specray_num_requests_running", ""), "running"),
+                Query(gauge("specray_num_requests_waiting", ""), "waiting"),
+            ),
+            is_number=True,
+        ),
+        Panel(
+            "Throughput",
+            TOKENS_PER_SECOND,
+            "Tokens emitted by all engines.",
+            (Query(rate(GENERATED, ""), "tokens"),),
+            is_number=True,
+        ),
+        Panel(
+            "Accept length of all engines",
+            "none",
+            "Tokens emitted per verified tree, bonus included; 1 is plain decoding.",
+            (Query(accept_length(""), "accept length"),),
+            is_number=True,
+        ),
+        Panel(
+            "First token, 95th percentile",
+            "s",
+            "From arrival in the engine.",
+            _quantiles("specray_time_to_first_token_seconds")[1:],
+            is_number=True,
+        ),
+        Panel(
+            "Failed requests",
+            PER_MINUTE,
+            "Requests that ended with a server error.",
+            (Query(f"60 * {FAILED} or vector(0)", "failed"),),
+            is_number=True,
+        ),
+    ),
+    is_open=True,
+)
+
 SPECULATION = Row(
     "Speculation",
     (
@@ -196,6 +247,7 @@ SPECULATION = Row(
             (Query(f"{rate(GENERATED, 'drafter')} / {rate(STEP_SECONDS, 'drafter')}", "{{drafter}}"),),
         ),
     ),
+    is_open=True,
 )
 
 SEVERAL_DRAFTERS = Row(
@@ -450,10 +502,7 @@ FAULTS = Row(
             "none",
             "Healthy now, and started since their node joined. A start without one more healthy engine is a restart.",
             (
-                Query(
-                    'sum by (application) (ray_serve_deployment_replica_healthy{deployment="Router"})',
-                    "{{application}} healthy",
-                ),
+                Query(f"sum by (application) ({HEALTHY_ENGINES})", "{{application}} healthy"),
                 Query(
                     'sum by (application) (ray_serve_deployment_replica_starts_total{deployment="Router"})',
                     "{{application}} started",
@@ -499,4 +548,4 @@ NODES = Row(
     ),
 )
 
-ROWS = (SPECULATION, SEVERAL_DRAFTERS, STEP_TIME, LATENCY, LOAD, FAULTS, NODES)
+ROWS = (OVERVIEW, SPECULATION, SEVERAL_DRAFTERS, STEP_TIME, LATENCY, LOAD, FAULTS, NODES)

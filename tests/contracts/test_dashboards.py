@@ -16,6 +16,7 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from specray.dashboard import command
 from specray.dashboard.alerts import ALERTS, Alert
+from specray.dashboard.grafana import selecting
 from specray.dashboard.panels import PREFIX, RAY_METRICS, ROWS, Panel, Query
 from specray.metrics import METRICS
 
@@ -70,11 +71,39 @@ def test_the_dashboard_has_only_panel_types_of_grafana() -> None:
 
 def test_panels_fill_the_grid_without_overlap() -> None:
     document = json.loads((FOLDER / command.DASHBOARD).read_text())
-    places = [panel["gridPos"] for panel in document["panels"]]
+    panels = [inner for panel in document["panels"] for inner in (panel, *panel.get("panels", []))]
+    places = [panel["gridPos"] for panel in panels]
     cells = [(x, y) for p in places for x in range(p["x"], p["x"] + p["w"]) for y in range(p["y"], p["y"] + p["h"])]
     assert len(set(cells)) == len(cells)
     assert max(x for x, _ in cells) < 24
-    assert len({panel["id"] for panel in document["panels"]}) == len(places) == len(PANELS) + len(ROWS)
+    assert len({panel["id"] for panel in panels}) == len(places) == len(PANELS) + len(ROWS)
+
+
+def test_the_first_rows_are_open_and_the_others_hold_their_panels() -> None:
+    document = json.loads((FOLDER / command.DASHBOARD).read_text())
+    rows = [panel for panel in document["panels"] if panel["type"] == "row"]
+    assert [row["collapsed"] for row in rows] == [not row.is_open for row in ROWS]
+    assert (
+        [row.title for row in ROWS if row.is_open] == [row["title"] for row in rows[:2]] == ["Overview", "Speculation"]
+    )
+    assert [len(row["panels"]) for row in rows] == [0 if row.is_open else len(row.panels) for row in ROWS]
+
+
+@pytest.mark.parametrize("query", QUERIES, ids=lambda query: query.legend)
+def test_every_series_of_ours_is_that_of_the_selected_engines(query: Query) -> None:
+    for selector in selectors(selecting(query.over("1m"))):
+        chosen = {matcher.name: matcher.value for matcher in selector.matchers.matchers if "$" in matcher.value}
+        both = {"application": "$application", "replica": "$replica"}
+        is_ours = (selector.name or "").startswith(f"{PREFIX}specray_")
+        assert chosen == both if is_ours else chosen.items() <= both.items()
+
+
+def test_variables_list_what_engines_have() -> None:
+    document = json.loads((FOLDER / command.DASHBOARD).read_text())
+    names = [variable["name"] for variable in document["templating"]["list"]]
+    assert names == ["datasource", "application", "replica"]
+    for variable in document["templating"]["list"][1:]:
+        assert (variable["multi"], variable["includeAll"], variable["allValue"]) == (True, True, ".*")
 
 
 def test_titles_are_unique() -> None:

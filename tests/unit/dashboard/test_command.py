@@ -1,6 +1,7 @@
 """`specray dashboard`: the files, the picture from a scripted Prometheus, and errors."""
 
 import json
+import re
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,6 +21,7 @@ class Prometheus(BaseHTTPRequestHandler):
     """Answers every query with `series`, whose second point is NaN."""
 
     series: tuple[str, ...] = ()
+    labels: dict[str, str]
     asked: list[dict[str, str]]
 
     def do_GET(self) -> None:
@@ -27,7 +29,7 @@ class Prometheus(BaseHTTPRequestHandler):
         self.asked.append(question)
         start, step = float(question["start"]), float(question["step"])
         points = [[start, "1.5"], [start + step, "NaN"], [start + 2 * step, "2"]]
-        result = [{"metric": {"phase": name, "drafter": name}, "values": points} for name in self.series]
+        result = [{"metric": {"phase": name, "drafter": name} | self.labels, "values": points} for name in self.series]
         is_wrong = question["query"] == "wrong("
         self.send_response(400 if is_wrong else 200)
         self.end_headers()
@@ -39,7 +41,7 @@ class Prometheus(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def prometheus() -> Iterator[type[Prometheus]]:
-    handler: Any = type("Handler", (Prometheus,), {"series": ("host", "draft"), "asked": []})
+    handler: Any = type("Handler", (Prometheus,), {"series": ("host", "draft"), "labels": {}, "asked": []})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     handler.url = f"http://127.0.0.1:{server.server_port}"
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -81,13 +83,32 @@ def test_the_main_panels_are_drawn(prometheus: Any, tmp_path: Path) -> None:
     assert float(prometheus.asked[0]["end"]) - float(prometheus.asked[0]["start"]) == pytest.approx(120.0)
 
 
+@pytest.mark.parametrize(
+    ("minutes", "seconds"), [(1, 10), (5, 60), (15, 300), (60, 600), (240, 3600), (60 * 24 * 60, 60 * 60 * 24 * 60)]
+)
+def test_the_clock_has_round_marks(minutes: int, seconds: int) -> None:
+    assert png._tick_seconds(60 * minutes) == seconds
+
+
+def test_the_picture_names_the_application_and_the_time(
+    prometheus: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    titles: list[str] = []
+    monkeypatch.setattr("matplotlib.figure.Figure.suptitle", lambda _, text: titles.append(text))
+    png.save_png(tmp_path / "x.png", prometheus.url, 0.0, 60.0)
+    assert re.fullmatch(r"SpecRay http://\S+, \d\d \w+ \d{4}, \d\d:\d\d:\d\d to \d\d:\d\d:\d\d \(.+\)", titles[0])
+    prometheus.labels = {"application": "chat"}
+    png.save_png(tmp_path / "x.png", prometheus.url, 0.0, 60.0)
+    assert titles[1].startswith("SpecRay chat, ")
+
+
 def test_curves_of_unequal_length_are_stacked(tmp_path: Path) -> None:
     panel = next(panel for row in png.ROWS for panel in row.panels if panel.stacked)
     curves = {
         "host": png.Series({}, [0.0, 1.0], [1.0, 2.0]),
         "draft": png.Series({}, [1.0], [3.0]),
     }
-    png._draw(tmp_path / "stack.png", [(panel, curves), (panel, {})], minutes=1.0)
+    png._draw(tmp_path / "stack.png", "app", [(panel, curves), (panel, {})], (0.0, 60.0))
     assert (tmp_path / "stack.png").is_file()
 
 
@@ -111,7 +132,7 @@ def test_no_data_is_an_error(prometheus: Any, tmp_path: Path, capsys: pytest.Cap
     ("module", "work"),
     [
         ("grafana_foundation_sdk.cog.encoder", lambda: grafana.dashboard_json()),
-        ("matplotlib.figure", lambda: png._draw(Path("x.png"), [], 0.0)),
+        ("matplotlib.figure", lambda: png._draw(Path("x.png"), "app", [], (0.0, 60.0))),
     ],
 )
 def test_a_missing_package_is_named_with_its_extra(module: str, work: Any, monkeypatch: pytest.MonkeyPatch) -> None:
