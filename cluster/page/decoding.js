@@ -57,7 +57,13 @@ export class Answer {
   /** Tokens per pass, the model's own included, over the passes after the first one, which only reads the prompt. */
   get acceptLength() {
     const later = this.passes.slice(1);
-    return later.length ? later.reduce((sum, pass) => sum + pass.accepted.length + 1, 0) / later.length : null;
+    return later.length ? later.reduce((sum, pass) => sum + this.numKept(pass), 0) / later.length : null;
+  }
+
+  /** The tokens of a pass that are part of the answer: all of them, unless the answer ended among them. */
+  numKept(pass) {
+    const made = pass.accepted.length + 1;
+    return this.finishReason === null ? made : Math.min(made, this.numTokens - pass.index);
   }
 
   /** Tokens per second since the first one; null before there is a second. */
@@ -67,8 +73,9 @@ export class Answer {
     return (1000 * (last - first)) / (end - start);
   }
 
-  /** The text of the token that the model added itself in a pass; empty while it is held back, or if it was cut off. */
+  /** The text of the token that the model added itself in a pass: empty while it is held back, null if it was cut. */
   ownToken(pass) {
+    if (this.numKept(pass) <= pass.accepted.length) return null;
     return this.#texts[pass.index + pass.accepted.length] ?? "";
   }
 
@@ -87,16 +94,18 @@ export class Answer {
 /**
  * The nodes of a pass's tree, at most `limit`, accepted ones first. Each has its depth, its row from the top, the node
  * it hangs on, and a kind: root, accepted, rejected, or own for the model's token. Accepted paths are a straight line.
+ * Accepted drafts after the end of the answer count as rejected, and `ownText` is null if the model's token is there.
  */
-export function treeLayout(pass, ownText, limit = 32) {
-  const accepted = new Set(pass.accepted);
+export function treeLayout(pass, ownText, numKept = pass.accepted.length, limit = 32) {
+  const accepted = new Set(pass.accepted.slice(0, numKept));
   const nodes = pass.tokens.map((text, i) => {
     const kind = i === 0 ? "root" : accepted.has(i) ? "accepted" : "rejected";
     return { text, kind, parent: null, depth: 0, row: 0, children: [] };
   });
   const own = { text: ownText, kind: "own", parent: null, depth: 0, row: 0, children: [] };
+  const hasOwn = ownText !== null;
   const kept = [];
-  let room = limit - accepted.size - 1;
+  let room = limit - accepted.size - Number(hasOwn);
   nodes.forEach((node, i) => {
     const parent = nodes[pass.parents[i]];
     if (i && !kept.includes(parent)) return;
@@ -104,8 +113,10 @@ export function treeLayout(pass, ownText, limit = 32) {
     kept.push(node);
     attach(node, parent);
   });
-  attach(own, nodes[pass.accepted.at(-1) ?? 0]);
-  kept.push(own);
+  if (hasOwn) {
+    attach(own, nodes[pass.accepted.at(-1) ?? 0]);
+    kept.push(own);
+  }
   let rows = 0;
   const place = (node, row) => {
     node.row = row;
@@ -113,7 +124,7 @@ export function treeLayout(pass, ownText, limit = 32) {
     node.children.forEach((child, i) => place(child, i === 0 ? row : ++rows));
   };
   place(nodes[0], 0);
-  return { nodes: kept, numRows: rows + 1, numHidden: nodes.length + 1 - kept.length };
+  return { nodes: kept, numRows: rows + 1, numHidden: nodes.length + Number(hasOwn) - kept.length };
 }
 
 function attach(node, parent) {
@@ -123,11 +134,12 @@ function attach(node, parent) {
   parent.children.push(node);
 }
 
-/** What happened in a pass, in a sentence. */
-export function passSentence(pass) {
+/** What happened in a pass of which `numKept` tokens are part of the answer, in a sentence. */
+export function passSentence(pass, numKept = pass.accepted.length + 1) {
   const drafted = pass.tokens.length - 1;
   if (drafted === 0) return "Nothing was drafted: the model wrote 1 token in this pass.";
   const kept = pass.accepted.length;
+  if (numKept <= kept) return `${drafted} drafted, ${kept} accepted: ${count(numKept, "token")} up to the end of the answer.`;
   return `${drafted} drafted, ${kept} accepted, and 1 of the model’s own: ${count(kept + 1, "token")} in one pass.`;
 }
 
@@ -141,6 +153,13 @@ export function firstDifference(one, other) {
   const [ours, theirs] = [[...one], [...other]];
   const place = ours.findIndex((character, i) => character !== theirs[i]);
   return place < 0 ? ours.length : place;
+}
+
+/** How one speed compares with the plain one, as words that follow a sentence; none if either is not known. */
+export function speedUp(speed, plainSpeed) {
+  if (!speed || !plainSpeed) return { isSlower: false, words: "" };
+  const isSlower = speed < plainSpeed;
+  return { isSlower, words: `, ${isSlower ? "but only " : ""}${(speed / plainSpeed).toFixed(2)} times as fast with it` };
 }
 
 const COLUMNS = {

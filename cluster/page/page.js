@@ -2,7 +2,7 @@
 
 import { askAgain, askForKey, call } from "./api.js";
 import {
-  Answer, acceptLengthSince, count, events, firstDifference, passSentence, replicaCounts, treeLayout,
+  Answer, acceptLengthSince, count, events, firstDifference, passSentence, replicaCounts, speedUp, treeLayout,
 } from "./decoding.js";
 
 const POLL_MS = 2000;
@@ -111,12 +111,13 @@ function depthClass(depth) {
 
 function compare(row, answer, plain) {
   const place = firstDifference(answer.text, plain.text);
-  const ratio = answer.speed && plain.speed ? `, ${number(answer.speed / plain.speed, 2)} times as fast with it` : "";
+  const { isSlower, words } = speedUp(answer.speed, plain.speed);
   const comparison = place === null
-    ? `Identical: ${count([...answer.text].length, "character")}, the same with and without speculation${ratio}.`
+    ? `Identical: ${count([...answer.text].length, "character")}, the same with and without speculation${words}.`
     : `The texts differ from character ${place + 1} on. ${isExact ? "This is an error: please report it."
       : "This server does not promise one text for one seed."}`;
-  add(row, "p", place === null ? "comparison same" : "comparison differs", comparison).setAttribute("role", "status");
+  const kind = place !== null ? "differs" : isSlower ? "same slower" : "same";
+  add(row, "p", `comparison ${kind}`, comparison).setAttribute("role", "status");
 }
 
 function add(parent, tag, className, text = "") {
@@ -163,8 +164,9 @@ function drawPass(place) {
   if (!pass) return;
   Object.assign($("step"), { disabled: false, max: answer.passes.length, value: place + 1 });
   $("tree-title").textContent = `Draft tree, pass ${place + 1} of ${answer.passes.length}`;
-  const hidden = drawTree($("tree"), treeLayout(pass, answer.ownToken(pass)));
-  $("tree-caption").textContent = passSentence(pass) + (hidden ? ` ${count(hidden, "rejected node")} not drawn.` : "");
+  const numKept = answer.numKept(pass);
+  const hidden = drawTree($("tree"), treeLayout(pass, answer.ownToken(pass), numKept));
+  $("tree-caption").textContent = passSentence(pass, numKept) + (hidden ? ` ${count(hidden, "rejected node")} not drawn.` : "");
   for (const span of box.children) {
     const offset = span.dataset.index - pass.index;
     span.classList.toggle("on", !running && offset >= 0 && offset <= pass.accepted.length);

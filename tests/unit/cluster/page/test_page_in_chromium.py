@@ -129,6 +129,39 @@ def test_the_comparison_shows_that_both_texts_are_equal(browser: "Browser", runn
         assert server.router_pool.num_failovers == 0
 
 
+@pytest.mark.parametrize("is_slower", [False, True])
+def test_only_a_faster_run_stands_in_the_green_box(browser: "Browser", running: Running, is_slower: bool) -> None:
+    script = """([fast, plain]) => import("/page/decoding.js").then(({ speedUp }) => speedUp(fast, plain))"""
+    with running(speculative=NGRAM) as (url, _), opened(browser, url) as page:
+        shown = page.evaluate(script, [80, 100] if is_slower else [150, 100])
+        assert shown == (
+            {"isSlower": True, "words": ", but only 0.80 times as fast with it"}
+            if is_slower
+            else {"isSlower": False, "words": ", 1.50 times as fast with it"}
+        )
+        ask(page, compare=True)
+        page.wait_for_selector(".comparison")
+        green = page.locator(".comparison").evaluate(
+            "(box) => { box.className = 'comparison same'; return getComputedStyle(box).backgroundColor; }"
+        )
+        slower = page.locator(".comparison").evaluate(
+            "(box) => { box.className = 'comparison same slower'; return getComputedStyle(box).backgroundColor; }"
+        )
+        assert green != slower
+
+
+def test_the_last_tree_counts_tokens_up_to_the_end_of_the_answer(browser: "Browser", running: Running) -> None:
+    with running(speculative=NGRAM) as (url, server), opened(browser, url) as page:
+        server.ranks.script = [*byte_tokenizer().encode("four"), byte_tokenizer().eos_token_id]
+        ask(page)  # three tokens a pass: the end token is the second one of the last pass
+        assert answer(page) == "four"
+        page.focus("#step")
+        page.keyboard.press("End")
+        assert page.text_content("#tree-caption") == "3 drafted, 2 accepted: 2 tokens up to the end of the answer."
+        kinds = page.locator("#tree rect").evaluate_all("nodes => nodes.map((node) => node.classList[1])")
+        assert sorted(kinds) == ["accepted", "accepted", "rejected", "root"]
+
+
 def test_the_comparison_shows_where_texts_differ(browser: "Browser", running: Running) -> None:
     """The second answer is changed on its way."""
     with running(speculative=NGRAM) as (url, _), opened(browser, url) as page:
@@ -230,6 +263,12 @@ def test_the_page_fits_a_phone_in_the_dark(browser: "Browser", running: Running)
         width = "document.documentElement.scrollWidth"
         assert page.evaluate(width) == PHONE["width"]
         assert page.locator("#prompt").is_visible()
+        page.reload()
+        page.wait_for_selector("#start")
+        last, composer = page.locator(".try").last.bounding_box(), page.locator("#composer").bounding_box()
+        assert last
+        assert composer
+        assert last["y"] + last["height"] <= composer["y"] < PHONE["height"]  # suggestions are in view
         lightness = "[...getComputedStyle(document.body).{}.matchAll(/\\d+/g)].reduce((sum, [part]) => sum + +part, 0)"
         assert page.evaluate(lightness.format("backgroundColor")) < 100
         assert page.evaluate(lightness.format("color")) > 500
