@@ -1,6 +1,6 @@
 """What a request asks its output to match. `specray.structured_output` compiles and enforces it.
 
-Plain data without torch or xgrammar: it travels with the request's sampling parameters to every process.
+Plain data without torch or llguidance: it travels with the request's sampling parameters to every process.
 """
 
 import json
@@ -15,12 +15,18 @@ MAX_GRAMMAR_LENGTH = 1 << 18  # characters
 # The error of a request whose grammar asks for text that the model's vocabulary cannot spell.
 NO_TOKEN_ALLOWED = "no token of the model's vocabulary continues the output as the request's grammar requires"
 
+GRAMMAR_LIMIT_EXCEEDED = (
+    "the request's grammar needs more work for one token than a step may do; simplify it (fewer alternatives that "
+    "begin alike, less recursion, smaller bounds of repetitions)"
+)
+REQUEST_ERRORS = (NO_TOKEN_ALLOWED, GRAMMAR_LIMIT_EXCEEDED)  # of a running request, for which its grammar is to blame
+
 
 class GrammarSpec(NamedTuple):
     """A grammar in the notation of its kind. Construct it with `make_grammar`, which checks it."""
 
     kind: GrammarKind
-    text: str = ""  # JSON of the schema, choices or tags; a regular expression; xgrammar's EBNF; "" for json_object
+    text: str = ""  # JSON of the schema, choices or tags; a regular expression; EBNF; "" for json_object
 
 
 def make_grammar(kind: GrammarKind, value: object = "", param: str | None = None) -> GrammarSpec:

@@ -31,13 +31,6 @@ class Mutant(NamedTuple):
 
 MUTANTS = (
     Mutant(
-        "grammars: the compiling process ends at its start for a vocabulary without JSON",
-        "specray/structured_output/compile_check.py",
-        "with contextlib.suppress(InvalidRequestError):",
-        "with contextlib.suppress(NotImplementedError):",
-        "tests/unit/cluster/api/test_grammar_check.py -k vocabulary",
-    ),
-    Mutant(
         "grammars: one may take any memory to compile",
         "specray/structured_output/compile_check.py",
         "    resource.setrlimit(resource.RLIMIT_AS, (size + MAX_GRAMMAR_BYTES,) * 2)\n",
@@ -45,18 +38,25 @@ MUTANTS = (
         "tests/unit/structured_output/test_compile_check.py -k large",
     ),
     Mutant(
-        "grammars: any white space in the arguments of tool calls",
-        "specray/structured_output/compiler.py",
-        "compiler.compile_structural_tag(_with_compact_json(spec.text))",
-        "compiler.compile_structural_tag(spec.text)",
-        "tests/unit/structured_output/test_schemas.py -k structural_tag",
+        "grammars: any white space in JSON",
+        "specray/structured_output/structural_tags.py",
+        '"whitespace_flexible": False',
+        '"whitespace_flexible": True',
+        "tests/unit/structured_output/test_schemas.py -k one_space",
     ),
     Mutant(
-        "grammars: control characters in strings with a bound",
-        "specray/structured_output/compiler.py",
-        "grammar.replace(_BOUNDED_CHARACTER, _BOUNDED_JSON_CHARACTER)",
-        "grammar",
-        "tests/unit/structured_output/test_schemas.py -k random_json",
+        "grammars: sets that exclude quotes match them in JSON strings",
+        "specray/structured_output/regular_expressions.py",
+        'return f"[^{members}{_NUL}]"',
+        'return f"[^{members}]"',
+        "tests/unit/structured_output/test_schemas.py -k enforced_in_full",
+    ),
+    Mutant(
+        "grammars: a schema that requires itself is compiled",
+        "specray/structured_output/finite_values.py",
+        "    if root is not None and root not in finite:",
+        "    if root is None and root not in finite:",
+        "tests/unit/structured_output/test_schemas.py -k without_finite_values",
     ),
     Mutant(
         "chats: special tokens in messages become control tokens",

@@ -24,7 +24,7 @@ from cluster.routing.rollout import DrafterRollout
 from cluster.tasks import Tasks
 from specray.engine.request import PROBATION_STEPS, EngineRequest
 from specray.errors import EngineDeadError, InvalidRequestError, PoisonRequestError, QueueFullError, SpecRayError
-from specray.grammar import NO_TOKEN_ALLOWED
+from specray.grammar import REQUEST_ERRORS
 from specray.metrics import Snapshot
 from specray.outputs import FinishReason, RequestOutput, RequestUsage, add_histograms
 
@@ -376,8 +376,8 @@ class RequestStream:
             # Requests aborted here have no further output. The engine aborts at the deadline, or for the client.
             if event.finish_reason is FinishReason.ABORT and event.error is not None:
                 raise self._deadline_error()
-            if event.error == NO_TOKEN_ALLOWED:  # an error of the request, not of the engine
-                raise InvalidRequestError(NO_TOKEN_ALLOWED, "grammar")
+            if event.error in REQUEST_ERRORS:  # of the request, not of the engine
+                raise InvalidRequestError(event.error, "grammar")
             if event.finish_reason is FinishReason.ERROR:
                 raise RequestFailedError(f"the engine failed on this request: {event.error}")
             yield index, self._progress[index].add(event)

@@ -1,4 +1,4 @@
-"""Masks of the tokens that grammars allow, packed to one bit a token as in xgrammar."""
+"""Masks of the tokens that grammars allow, packed to one bit a token, as llguidance writes them."""
 
 from typing import NamedTuple
 

@@ -11,10 +11,8 @@ from transformers import PreTrainedTokenizerFast
 from specray.grammar import GrammarSpec
 
 if TYPE_CHECKING:
-    from xgrammar import CompiledGrammar
-
-    from specray.structured_output.compiler import GrammarCompiler
-    from specray.structured_output.grammar_tree import Encode
+    from specray.structured_output.compiler import CompiledGrammar, GrammarCompiler
+    from specray.structured_output.forced_text import ForcedText
 
 MAX_COMPILED = 128  # grammars that are kept
 
@@ -23,16 +21,16 @@ class GrammarTools(NamedTuple):
     """What depends on the tokenizer."""
 
     compiler: "GrammarCompiler"
-    encode: "Encode"
+    forced: "ForcedText"
 
 
 def make_tools(tokenizer: PreTrainedTokenizerFast, vocab_size: int, eos_token_ids: list[int]) -> GrammarTools:
-    """Imports xgrammar, which a server without structured output never loads."""
+    """Imports llguidance, which a server without structured output never loads."""
     from specray.structured_output.compiler import GrammarCompiler
-    from specray.structured_output.grammar_tree import encoder_of
+    from specray.structured_output.forced_text import ForcedText, encoder_of
 
     compiler = GrammarCompiler(tokenizer, vocab_size, eos_token_ids)
-    return GrammarTools(compiler, encoder_of(tokenizer.backend_tokenizer))
+    return GrammarTools(compiler, ForcedText(compiler.token_texts(), encoder_of(tokenizer.backend_tokenizer)))
 
 
 class Compilation:

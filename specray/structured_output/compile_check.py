@@ -1,11 +1,10 @@
 """A process that checks whether grammars compile within limits; `cluster.api.grammar_check` starts it.
 
-A grammar may take minutes or gigabytes to compile, and xgrammar cannot be interrupted. Each is therefore compiled in a
-fork of this process, which is killed when it exceeds a limit. Requests and replies are lines of JSON on standard input
-and output; the first line out says that the process is ready. It ends when its input does.
+A grammar may take minutes or gigabytes to compile, and llguidance cannot be interrupted. Each is therefore compiled in
+a fork of this process, which is killed when it exceeds a limit. Requests and replies are lines of JSON on standard
+input and output; the first line out says that the process is ready. It ends when its input does.
 """
 
-import contextlib
 import json
 import os
 import resource
@@ -18,11 +17,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from specray.errors import InvalidRequestError
-from specray.grammar import GrammarSpec, make_grammar
+from specray.grammar import GrammarSpec
 from specray.models.tokenizer import load_tokenizer
-from specray.structured_output.compiler import MAX_GRAMMAR_BYTES, GrammarCompiler, too_large
+from specray.structured_output.compiler import GrammarCompiler
 
 MAX_CPU_S = 1.5
+MAX_GRAMMAR_BYTES = 128 << 20  # that a fork may take beyond what it begins with
 MAX_S = 20.0  # of wall time: even a fourteenth of a core gives a grammar its CPU time
 MAX_MESSAGE = 1000  # characters
 _CHUNK = 1 << 16
@@ -54,10 +54,6 @@ def main() -> None:
     folder, vocab_size, *eos_token_ids = sys.argv[1:]
     tokenizer = load_tokenizer(Path(folder))
     compiler = GrammarCompiler(tokenizer, int(vocab_size), [int(token) for token in eos_token_ids])
-    # Bounded strings share their rules, which take a second here and are inherited by all forks. A vocabulary without
-    # quotation marks has no output that matches.
-    with contextlib.suppress(InvalidRequestError):
-        compiler.compile(make_grammar("json_schema", {"type": "string", "maxLength": 2048}))
     print("ready", flush=True)
     serve(sys.stdin.fileno(), sys.stdout.fileno(), compiler.compile)
 
@@ -112,14 +108,21 @@ def end_fork(fork: Fork) -> CheckReply:
     os.close(fork.output)
     os.waitpid(fork.pid, 0)
     if not message:
-        cost = f"more than {MAX_CPU_S:g} s or {MAX_GRAMMAR_BYTES >> 20} MiB to compile"
-        return CheckReply(fork.request.number, too_large(fork.request.spec, cost))
+        return CheckReply(fork.request.number, _too_large(fork.request.spec))
     return CheckReply(fork.request.number, message.decode().strip() or None)
+
+
+def _too_large(spec: GrammarSpec) -> str:
+    return (
+        f"the {spec.kind} of {len(spec.text)} characters takes more than {MAX_CPU_S:g} s or "
+        f"{MAX_GRAMMAR_BYTES >> 20} MiB to compile, more than one request may use; simplify it (fewer alternatives, "
+        "smaller bounds of lengths and repetitions)"
+    )
 
 
 def _limit_resources() -> None:
     """End this process after MAX_CPU_S, or when it needs MAX_GRAMMAR_BYTES more than now."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # xgrammar's warnings are about the client's text
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # warnings are about the client's text
     with open("/proc/self/statm", encoding="ascii") as file:
         size = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + MAX_GRAMMAR_BYTES,) * 2)

@@ -1,4 +1,4 @@
-"""Compiles the grammars of requests with xgrammar, for one tokenizer.
+"""Compiles the grammars of requests with llguidance, for one tokenizer.
 
 Where compilation runs, and its time limit, are up to the caller: `matchers` in the worker, `compile_check` in front of
 a server.
@@ -6,150 +6,186 @@ a server.
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 
-import numpy as np
 import torch
-import xgrammar
+from llguidance import LLMatcher, LLParserLimits
+from llguidance.hf import from_tokenizer
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from specray.errors import InvalidRequestError
-from specray.grammar import GrammarSpec
+from specray.grammar import GRAMMAR_LIMIT_EXCEEDED, GrammarSpec, as_format
 from specray.ops.token_mask import num_words
-from specray.structured_output.schema_check import check_schema
+from specray.structured_output.ebnf import lark_rules
+from specray.structured_output.regular_expressions import literal, rust_regex
+from specray.structured_output.schema import parts_by_place
+from specray.structured_output.structural_tags import TagRules, json_part
 
-MAX_GRAMMAR_BYTES = 64 << 20  # of a compiled grammar
-CACHE_BYTES = 128 << 20  # of compiled rules, which grammars share
-# What a character of a string with a bound of its length may be, in xgrammar's EBNF, and the same in JSON.
-_BOUNDED_CHARACTER = r"([^\"\\\r\n])"
-_BOUNDED_JSON_CHARACTER = r"([^\0-\x1f\"\\\r\n])"
+# A step's work on one node of a tree is bounded by these (some 20 ms at most) and its memory by the number of states.
+LIMITS = LLParserLimits(step_lexer_fuel=200_000, step_max_items=50_000, max_lexer_states=30_000, verbose_errors=False)
+_MAX_PARTS_TRIED = 100
+# llguidance would replace a mask by one token where it determines the next text; the target decides how that is split.
+_DEAD_END = "NoExtensionBias"  # llguidance's error where no token is allowed
+_HEADER = '%llguidance {"no_forcing": true}\n'
 
 
 class GrammarCompiler:
-    """Thread-safe. Compiled rules are cached, so that a grammar compiles only rules that no earlier one had."""
+    """Thread-safe."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, vocab_size: int, eos_token_ids: list[int]) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """`vocab_size` is the width of the model's logits, which may exceed the tokenizer's vocabulary."""
-        info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size, stop_token_ids=eos_token_ids)
-        self._all_tokens = torch.full((num_words(vocab_size),), -1, dtype=torch.int32)
-        self._json_tokens = _tokens_of_json(info.decoded_vocab, eos_token_ids, len(self._all_tokens))
-        self._cached = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=CACHE_BYTES)
-        self._uncached = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+        self.num_words = num_words(vocab_size)  # of a row of bits
+        self._end_tokens = frozenset(eos_token_ids)
+        self._width = max(vocab_size, len(tokenizer))
+        self._tokenizer = from_tokenizer(tokenizer, n_vocab=self._width, eos_token=list(eos_token_ids))
+        added = tokenizer.added_tokens_decoder.items()
+        self._special_tokens = {entry.content: token for token, entry in added if entry.special}
 
-    def compile(self, spec: GrammarSpec) -> xgrammar.CompiledGrammar:
-        """InvalidRequestError if the grammar is malformed, has no output, or is larger than MAX_GRAMMAR_BYTES."""
-        for schema in _schemas(spec):
-            check_schema(schema)
-        try:
-            compiled = _compile(self._cached, spec)
-        except RuntimeError:
-            # xgrammar 0.2.8 fails on some repetitions of more than 128 once its cache has their rule. The error of the
-            # second attempt is the grammar's own.
-            compiled = self._compile_uncached(spec)
-        size = compiled.memory_size_bytes
-        if size > MAX_GRAMMAR_BYTES:
-            raise InvalidRequestError(too_large(spec, f"{size / 2**20:.0f} MiB compiled"), "grammar")
-        bits = torch.zeros(1, len(self._all_tokens), dtype=torch.int32)
-        xgrammar.GrammarMatcher(compiled).fill_next_token_bitmask(bits)
+    def compile(self, spec: GrammarSpec) -> "CompiledGrammar":
+        """InvalidRequestError if the grammar is malformed, cannot be enforced, has no output, or is too large."""
+        matcher = self._start(self._rules(spec))
+        if matcher.is_error():
+            place = self._place_of_error(spec) if spec.kind == "json_schema" else ""
+            raise InvalidRequestError(f"the {spec.kind} cannot be compiled{place}: {_reason(matcher)}", "grammar")
+        compiled = CompiledGrammar(matcher, self._end_tokens, num_words(self._width))
+        first = compiled.matcher()
+        first.fill(bits := torch.zeros(self.num_words, dtype=torch.int32))
+        if first.error is not None:
+            raise InvalidRequestError(f"the {spec.kind} cannot be compiled: {first.error}", "grammar")
         if not bits.any():
             raise InvalidRequestError(f"no output matches the {spec.kind}: it allows no first token", "grammar")
         return compiled
 
-    def vocabulary(self, spec: GrammarSpec) -> Tensor:
-        """The tokens that outputs of the grammar may have, bits int32 [words] as in TokenMask.
+    def _start(self, rules: Sequence[str]) -> LLMatcher:
+        return LLMatcher(self._tokenizer, _HEADER + "\n".join(rules), log_level=0, limits=LIMITS)
 
-        JSON has no control characters, but xgrammar 0.2.8 allows them in strings with a bound of their length.
-        """
-        return self._json_tokens if spec.kind in ("json_object", "json_schema") else self._all_tokens
+    def _place_of_error(self, spec: GrammarSpec) -> str:
+        """The innermost part of a JSON schema that cannot be compiled by itself, as words of a message."""
+        parts = parts_by_place(json.loads(spec.text))
+        for place, part in sorted(parts.items(), key=lambda entry: len(entry[0]), reverse=True)[:_MAX_PARTS_TRIED]:
+            if '"$ref"' not in (text := json.dumps(part)):
+                with suppress(InvalidRequestError):
+                    if self._start([f"start: {json_part(json.loads(text))}"]).is_error():
+                        return f" at {place[:200]}"
+        return ""
 
-    def _compile_uncached(self, spec: GrammarSpec) -> xgrammar.CompiledGrammar:
+    def token_texts(self) -> list[bytes]:
+        """The text of each token that outputs may have."""
+        return [self._tokenizer.decode_bytes([token]) for token in range(self._tokenizer.vocab_size)]
+
+    def _rules(self, spec: GrammarSpec) -> list[str]:
         try:
-            return _compile(self._uncached, spec)
-        except RuntimeError as error:
-            if "bad_alloc" in str(error):
-                raise InvalidRequestError(too_large(spec, "more memory to compile than is left"), "grammar") from None
-            raise InvalidRequestError(f"the {spec.kind} cannot be compiled: {_reason(error)}", "grammar") from None
+            match spec.kind:
+                case "json_object":
+                    return [f"start: {json_part({'type': 'object'})}"]
+                case "json_schema":
+                    return [f"start: {json_part(json.loads(spec.text))}"]
+                case "regex":
+                    return ["start: TEXT", f"TEXT: /{rust_regex(spec.text)}/"]
+                case "choice":
+                    choices = [f"/{literal(choice)}/" for choice in json.loads(spec.text)]
+                    return ["start: TEXT", f"TEXT: {' | '.join(choices)}"]
+                case "ebnf":
+                    rules = lark_rules(spec.text, "r")
+                    return [f"start: {rules.start}", *rules.lines]
+                case "structural_tag":
+                    return TagRules(self._special_tokens).rules(as_format(spec))
+        except ValueError as error:
+            if isinstance(error, InvalidRequestError):
+                raise
+            raise InvalidRequestError(f"the {spec.kind} cannot be compiled: {error}", "grammar") from None
+        except RecursionError:
+            raise InvalidRequestError(f"the {spec.kind} is nested too deeply; flatten it", "grammar") from None
 
 
-def too_large(spec: GrammarSpec, cost: str) -> str:
-    """The message for a grammar that costs more than is allowed."""
-    return (
-        f"the {spec.kind} of {len(spec.text)} characters takes {cost}, more than one request may use; simplify it "
-        "(fewer alternatives, smaller bounds of lengths and repetitions)"
-    )
+class CompiledGrammar:
+    """A grammar from which matchers are made."""
+
+    def __init__(self, compiled: LLMatcher, end_tokens: frozenset[int], num_tokenizer_words: int) -> None:
+        self._compiled = compiled
+        self.end_tokens = end_tokens
+        self.num_tokenizer_words = num_tokenizer_words  # of a row of bits for the tokenizer's vocabulary
+
+    def matcher(self) -> "GrammarMatcher":
+        """A matcher at the beginning of an output."""
+        return GrammarMatcher(self)
+
+    def start(self) -> LLMatcher:
+        return self._compiled.deep_copy()
 
 
-def _compile(compiler: xgrammar.GrammarCompiler, spec: GrammarSpec) -> xgrammar.CompiledGrammar:
-    """JSON has one space after commas and colons and no other white space, so much of an output is forced."""
-    match spec.kind:
-        case "json_object":
-            return compiler.compile_json_schema('{"type": "object"}', any_whitespace=False)
-        case "json_schema":
-            return compiler.compile_json_schema(spec.text, any_whitespace=False)
-        case "regex":
-            return compiler.compile_regex(spec.text)
-        case "choice":
-            return compiler.compile_grammar(_alternatives(json.loads(spec.text)))
-        case "ebnf":
-            return compiler.compile_grammar(spec.text)
-        case "structural_tag":
-            return compiler.compile_structural_tag(_with_compact_json(spec.text))
+class GrammarMatcher:
+    """Where an output, or a draft of it, is in its grammar. It belongs to one thread.
 
-
-def _with_compact_json(structural_tag: str) -> str:
-    """The structural tag with the grammars of its JSON schemas in their place.
-
-    xgrammar 0.2.8 compiles schemas in tags with any white space, and allows control characters in strings with a bound
-    of their length. Parts that ask for another form than plain JSON stay as they are.
+    What exceeds the limits of a step becomes the `error`, until it is rolled back.
     """
-    root: object = json.loads(structural_tag)
-    waiting = [root]
-    while waiting:
-        part = waiting.pop()
-        if isinstance(part, dict) and part.get("type") == "json_schema":
-            _compact(part)
-        elif isinstance(part, dict | list):
-            waiting += part.values() if isinstance(part, dict) else part
-    return json.dumps(root)
+
+    def __init__(self, grammar: CompiledGrammar) -> None:
+        self._grammar = grammar
+        self._matcher = grammar.start()
+        self._tokens: list[int] = []
+        self.error: str | None = None
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        return self._grammar.end_tokens
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the last token is one that ends the output; nothing comes after it."""
+        return bool(self._tokens) and self._tokens[-1] in self._grammar.end_tokens
+
+    def accept(self, token: int) -> bool:
+        """Advance by a token; False if the grammar does not allow it, or a limit is exceeded."""
+        if self._matcher.is_error() or self.has_ended:
+            return False
+        if token in self._grammar.end_tokens:
+            is_allowed = self._matcher.is_accepting()
+        else:
+            is_allowed = self._matcher.try_consume_tokens([token]) == 1
+        self._notice_error()
+        if is_allowed and self.error is None:
+            self._tokens.append(token)
+            return True
+        return False
+
+    def rollback(self, count: int) -> None:
+        """Take back the last `count` tokens."""
+        if count == 0:
+            return
+        num_consumed = count - self.has_ended
+        del self._tokens[-count:]
+        if not self._matcher.is_error() and (num_consumed == 0 or self._matcher.rollback(num_consumed)):
+            return
+        self.error = None  # llguidance's matcher does not leave its error
+        self._matcher = self._grammar.start()
+        self._matcher.consume_tokens(self._tokens)
+        self._notice_error()
+
+    def fill(self, bits: Tensor) -> None:
+        """Set int32 [num_words] to the tokens that are allowed next: none after an error, or where the text that must
+        follow cannot be spelled."""
+        bits.zero_()
+        if self._matcher.is_error():
+            return
+        is_same_width = self._grammar.num_tokenizer_words == len(bits)
+        row = bits if is_same_width else bits.new_zeros(self._grammar.num_tokenizer_words)
+        self._matcher.unsafe_compute_mask_ptr(row.data_ptr(), row.numel() * row.element_size())
+        if self._matcher.is_error():
+            self._notice_error()
+            bits.zero_()
+        elif not is_same_width:
+            bits.copy_(row[: len(bits)])
+
+    def _notice_error(self) -> None:
+        if self._matcher.is_error() and not self._matcher.get_error().startswith(_DEAD_END):
+            self.error = GRAMMAR_LIMIT_EXCEEDED
 
 
-def _compact(content: dict[str, object]) -> None:
-    if content.get("style", "json") != "json" or content.keys() - {"type", "style", "json_schema"}:
-        return
-    schema = json.dumps(content.pop("json_schema", None))
-    grammar = str(xgrammar.Grammar.from_json_schema(schema, any_whitespace=False))
-    content.clear()
-    content |= {"type": "grammar", "grammar": grammar.replace(_BOUNDED_CHARACTER, _BOUNDED_JSON_CHARACTER)}
-
-
-def _schemas(spec: GrammarSpec) -> Iterator[object]:
-    """The JSON schemas of a grammar: its own, or those of structural tags."""
-    if spec.kind == "json_schema":
-        yield json.loads(spec.text)
-    elif spec.kind == "structural_tag":
-        waiting: list[object] = [json.loads(spec.text)]
-        while waiting:
-            part = waiting.pop()
-            if isinstance(part, dict):
-                yield from (part[name] for name in ("json_schema", "schema") if name in part)
-            if isinstance(part, dict | list):
-                waiting += part.values() if isinstance(part, dict) else part
-
-
-def _alternatives(choices: list[str]) -> str:
-    """EBNF of one of several strings. Its escapes in strings are those of JSON."""
-    return "root ::= " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
-
-
-def _reason(error: RuntimeError) -> str:
-    """xgrammar's message without its time and source line."""
-    return re.sub(r"^\[[\d:]+\] \S+: ", "", str(error)).strip()
-
-
-def _tokens_of_json(vocabulary: Sequence[bytes], eos_token_ids: list[int], num_words: int) -> Tensor:
-    """Bits int32 [num_words] of the tokens without control characters, and of end tokens."""
-    is_allowed = np.ones(32 * num_words, dtype=bool)
-    is_allowed[[token for token, text in enumerate(vocabulary) if min(text, default=32) < 32]] = False
-    is_allowed[eos_token_ids] = True
-    return torch.from_numpy(np.packbits(is_allowed, bitorder="little").view(np.int32))
+def _reason(matcher: LLMatcher) -> str:
+    """llguidance's message without the grammar's text, which is ours and not the client's."""
+    message = matcher.get_error()
+    message = re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?|\n<[^>]*/>$", "", message)
+    return re.split(r"\n +\d+ \| ", message)[0].strip()

@@ -4,48 +4,29 @@ Where the grammar determines the next text (`": "` after a JSON key), its tokens
 text alone does not determine the tokens, so these are drafts like any other and the verifier decides.
 """
 
-from collections.abc import Callable
-from functools import lru_cache
-
 import numpy as np
 import torch
-import xgrammar
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from specray.spec_decode.draft_tree import NONE, ROOT, TreeLists
 from specray.step import DraftLimit
-
-Encode = Callable[[str], list[int]]
-
-
-def encoder_of(tokenizer: Tokenizer) -> Encode:
-    """Encodes text that continues other text: without special tokens, and without a space that SentencePiece adds."""
-    mark = "\n" if tokenizer.encode("a", add_special_tokens=False).tokens[:1] == ["▁a"] else ""
-    num_marked = len(tokenizer.encode(mark, add_special_tokens=False).ids)
-
-    @lru_cache(maxsize=4096)
-    def encode(text: str) -> list[int]:
-        token_ids: list[int] = tokenizer.encode(mark + text, add_special_tokens=False).ids
-        return token_ids[num_marked:]
-
-    return encode
+from specray.structured_output.compiler import GrammarMatcher
+from specray.structured_output.forced_text import ForcedText
 
 
 def constrained(
-    matcher: xgrammar.GrammarMatcher, drafts: TreeLists, limit: DraftLimit, vocabulary: Tensor, encode: Encode
+    matcher: GrammarMatcher, drafts: TreeLists, limit: DraftLimit, num_words: int, forced: ForcedText
 ) -> tuple[TreeLists, Tensor]:
-    """(a tree within `limit`, the tokens allowed at its nodes: bits int32 [nodes, words]).
+    """(a tree within `limit`, the tokens allowed at its nodes: bits int32 [nodes, num_words]).
 
-    `vocabulary` int32 [words] are the tokens of which the grammar allows some. The tree has the tokens that are forced
-    after its root, then the drafts that the grammar allows, then the tokens that are forced after its leaves. The
-    matcher, which is at the root, stays there.
+    The tree has the tokens that are forced after its root, then the drafts that the grammar allows, then the tokens
+    that are forced after its leaves. The matcher, which is at the root, stays there.
     """
-    tree = GrammarTree(matcher, drafts.tokens[ROOT], limit, vocabulary)
-    tree.add_forced(ROOT, encode)
+    tree = GrammarTree(matcher, drafts.tokens[ROOT], limit, num_words)
+    tree.add_forced(ROOT, forced)
     tree.add_drafts(drafts)
     for leaf in tree.leaves():
-        tree.add_forced(leaf, encode)
+        tree.add_forced(leaf, forced)
     return without_dead_ends(*tree.finish())
 
 
@@ -61,13 +42,13 @@ def without_dead_ends(tree: TreeLists, bits: Tensor) -> tuple[TreeLists, Tensor]
     return TreeLists(tokens, parents), bits[kept]
 
 
-def allowed_tokens(matcher: xgrammar.GrammarMatcher, drafts: TreeLists, vocabulary: Tensor) -> Tensor:
+def allowed_tokens(matcher: GrammarMatcher, drafts: TreeLists, num_words: int) -> Tensor:
     """The tokens allowed at the nodes of a tree that stays as it is, as above; all of them below a forbidden draft."""
     count = len(drafts.tokens)
-    tree = GrammarTree(matcher, drafts.tokens[ROOT], DraftLimit(count, count), vocabulary)
+    tree = GrammarTree(matcher, drafts.tokens[ROOT], DraftLimit(count, count), num_words)
     places = tree.add_drafts(drafts)
     _, known = tree.finish()
-    bits = vocabulary.repeat(count, 1)
+    bits = torch.full((count, num_words), -1, dtype=torch.int32)
     for node, place in enumerate(places):
         if place is not None:
             bits[node] = known[place]
@@ -77,15 +58,14 @@ def allowed_tokens(matcher: xgrammar.GrammarMatcher, drafts: TreeLists, vocabula
 class GrammarTree:
     """A tree whose nodes the grammar allows. The matcher moves along it; `finish` returns it to the root."""
 
-    def __init__(self, matcher: xgrammar.GrammarMatcher, root: int, limit: DraftLimit, vocabulary: Tensor) -> None:
+    def __init__(self, matcher: GrammarMatcher, root: int, limit: DraftLimit, num_words: int) -> None:
         self._matcher = matcher
         self._limit = limit
         self._tokens, self._parents, self._depths = [root], [NONE], [0]
         self._children: dict[tuple[int, int], int] = {}  # (parent, token) -> node
         self._ended: set[int] = set()  # nodes of end tokens, below which there is nothing
         self._path = [ROOT]  # nodes from the root to where the matcher is
-        self._vocabulary = vocabulary
-        self._bits = torch.full((1 + limit.num_tokens, len(vocabulary)), -1, dtype=torch.int32)
+        self._bits = torch.full((1 + limit.num_tokens, num_words), -1, dtype=torch.int32)
         self._words = self._bits.numpy().view(np.uint32)
         self._fill(ROOT)
 
@@ -98,8 +78,8 @@ class GrammarTree:
         if is_full or parent in self._ended or not self._allows(parent, token):
             return None
         self._move(parent)
-        is_accepted = self._matcher.accept_token(token)
-        assert is_accepted, (parent, token)
+        if not self._matcher.accept(token):
+            return None  # a limit is exceeded
         node = len(self._tokens)
         self._tokens.append(token)
         self._parents.append(parent)
@@ -117,22 +97,21 @@ class GrammarTree:
             places.append(None if above is None else self.add(above, token))
         return places
 
-    def add_forced(self, node: int, encode: Encode) -> None:
+    def add_forced(self, node: int, forced: ForcedText) -> None:
         """Add the tokens that the grammar determines after `node`, and the end tokens if it is complete there."""
         if node in self._ended:
             return
         self._move(node)
-        for token in encode(self._forced_text()):
+        space = min(self._limit.num_tokens + 1 - len(self._tokens), self._limit.num_steps - self._depths[node])
+        for token in forced.tokens(self._matcher, self._bits[node], space):
             child = self.add(node, token)
             if child is None:
                 return
             node = child
-        self._move(node)
-        if self._matcher.is_completed():
-            ends = [token for token in self._matcher.stop_token_ids if self._allows(node, token)]
-            if len(ends) == int(np.bitwise_count(self._words[node]).sum()):
-                for token in ends:
-                    self.add(node, token)
+        ends = [token for token in sorted(self._matcher.end_tokens) if self._allows(node, token)]
+        if ends and len(ends) == int(np.bitwise_count(self._words[node]).sum()):
+            for token in ends:
+                self.add(node, token)
 
     def leaves(self) -> list[int]:
         """Nodes without children, as of now."""
@@ -144,23 +123,15 @@ class GrammarTree:
         self._move(ROOT)
         return TreeLists(self._tokens, self._parents), self._bits[: len(self._tokens)]
 
-    def _forced_text(self) -> str:
-        """The text that the grammar determines after the node where the matcher is."""
-        try:
-            return self._matcher.find_jump_forward_string()
-        except UnicodeDecodeError:
-            return ""  # the node ends within a character, so what follows is not text
-
     def _allows(self, node: int, token: int) -> bool:
         return bool(self._words[node, token >> 5] >> (token & 31) & 1)
 
     def _fill(self, node: int) -> None:
         """The bits of the node where the matcher is. After an end token, nothing is forbidden."""
-        if self._matcher.is_terminated():
+        if self._matcher.has_ended:
             self._ended.add(node)
         else:
-            self._matcher.fill_next_token_bitmask(self._bits, node)
-            self._bits[node] &= self._vocabulary
+            self._matcher.fill(self._bits[node])
 
     def _move(self, node: int) -> None:
         wanted = [node]
@@ -173,5 +144,5 @@ class GrammarTree:
         if shared < len(self._path):
             self._matcher.rollback(len(self._path) - shared)
         for step in wanted[shared:]:
-            self._matcher.accept_token(self._tokens[step])
+            self._matcher.accept(self._tokens[step])
         self._path = wanted

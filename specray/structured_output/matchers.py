@@ -19,7 +19,7 @@ from specray.step import DraftLimit, RequestResult, ScheduledRequest, StepPlan
 from specray.structured_output.compilation import Compilation, GrammarTools
 
 if TYPE_CHECKING:
-    from xgrammar import CompiledGrammar, GrammarMatcher
+    from specray.structured_output.compiler import CompiledGrammar, GrammarMatcher
 
 IDLE_WAIT_S = 0.02  # for a grammar, where a step has nothing else to do
 
@@ -88,7 +88,9 @@ class GrammarTable:
         for row in rows:
             trees[row], bits[row] = self._constrain_row(slots[row], tree, trees[row], limits[row])
             if not bits[row][0].any():
-                self.slots[slots[row]].error = NO_TOKEN_ALLOWED
+                grammar = self.slots[slots[row]]
+                assert grammar.matcher is not None
+                grammar.error = grammar.matcher.error or NO_TOKEN_ALLOWED
         if tree.draft_probs is None:
             tree = DraftTree.from_lists(trees, tree.tokens.device)
             num_nodes = [len(lists.tokens) for lists in trees]
@@ -104,10 +106,11 @@ class GrammarTable:
         if grammar is None or grammar.matcher is None:
             return
         for token in token_ids:
-            if grammar.matcher.is_terminated():
+            if grammar.matcher.has_ended:
                 return
-            if not grammar.matcher.accept_token(token):
-                grammar.error = f"token {token} of the output does not match the request's grammar"
+            if not grammar.matcher.accept(token):
+                mismatch = f"token {token} of the output does not match the request's grammar"
+                grammar.error = grammar.matcher.error or mismatch
                 return
 
     def _with_blocks(self, row: ScheduledRequest) -> ScheduledRequest:
@@ -131,11 +134,9 @@ class GrammarTable:
         return None if grammar.error is None else RequestResult(slot, [], 0, None, grammar.error)
 
     def _start(self, slot: int, grammar: SlotGrammar) -> None:
-        from xgrammar import GrammarMatcher
-
         try:
-            grammar.matcher = GrammarMatcher(grammar.compiled.result())
-        except (InvalidRequestError, RuntimeError) as error:
+            grammar.matcher = grammar.compiled.result().matcher()
+        except InvalidRequestError as error:
             grammar.error = str(error)
             return
         self.accept(slot, grammar.output)
@@ -143,7 +144,7 @@ class GrammarTable:
     def _is_open(self, slot: int) -> bool:
         """Whether the request's next token is subject to a grammar. After an end token none is: it is dropped."""
         grammar = self.slots.get(slot)
-        return grammar is not None and grammar.matcher is not None and not grammar.matcher.is_terminated()
+        return grammar is not None and grammar.matcher is not None and not grammar.matcher.has_ended
 
     def _constrain_row(
         self, slot: int, tree: DraftTree, drafts: TreeLists, limit: DraftLimit
@@ -152,11 +153,10 @@ class GrammarTable:
 
         grammar, tools = self.slots[slot], self.compilation.tools
         assert grammar.matcher is not None
-        vocabulary = tools.compiler.vocabulary(grammar.spec)
         if tree.draft_probs is not None:
             # Rejection sampling: a draft that was drawn must be seen to be rejected, or the residual would be wrong.
-            return drafts, allowed_tokens(grammar.matcher, drafts, vocabulary)
-        return constrained(grammar.matcher, drafts, limit, vocabulary, tools.encode)
+            return drafts, allowed_tokens(grammar.matcher, drafts, tools.compiler.num_words)
+        return constrained(grammar.matcher, drafts, limit, tools.compiler.num_words, tools.forced)
 
 
 def _mask_of(bits: dict[int, Tensor], sampling: Sequence[int], num_nodes: list[int]) -> TokenMask:

@@ -24,6 +24,8 @@ _MERGES = [
 ]
 _MERGES += [("l", "l"), ("nu", "ll"), ("a", "g")]
 
+BYTES_END = 256
+
 
 def write_json_toy(folder: Path) -> Path:
     """A toy model with this tokenizer."""
@@ -43,6 +45,16 @@ def write_json_tokenizer(folder: Path) -> None:
     backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in _SPECIALS])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")  # type: ignore[no-untyped-call]
     tokenizer.save_pretrained(folder)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A token for every byte, so that every text can be spelt, and the end token BYTES_END."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={piece: index for index, piece in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("</s>", normalized=False, special=True)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")  # type: ignore[no-untyped-call]
 
 
 def require_valid(text: str, schema: object) -> None:

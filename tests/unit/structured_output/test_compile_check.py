@@ -40,9 +40,9 @@ def refuse(_: GrammarSpec) -> object:
     [
         (lambda _: None, None),
         (refuse, "the regex is wrong"),
-        (spin, "s or 64 MiB to compile"),
-        (fill_memory, "s or 64 MiB to compile"),
-        (lambda _: os.kill(os.getpid(), signal.SIGKILL), "s or 64 MiB to compile"),
+        (spin, "s or 128 MiB to compile"),
+        (fill_memory, "s or 128 MiB to compile"),
+        (lambda _: os.kill(os.getpid(), signal.SIGKILL), "s or 128 MiB to compile"),
     ],
     ids=["fine", "malformed", "slow", "large", "crash"],
 )

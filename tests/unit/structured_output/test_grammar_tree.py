@@ -5,7 +5,6 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-import xgrammar
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -15,15 +14,17 @@ from specray.models.tokenizer import load_tokenizer
 from specray.spec_decode.draft_tree import NONE, TreeLists
 from specray.step import DraftLimit
 from specray.structured_output.compilation import GrammarTools, make_tools
+from specray.structured_output.compiler import GrammarMatcher
+from specray.structured_output.forced_text import Encode
 from specray.structured_output.grammar_tree import allowed_tokens, constrained
-from tests.support.json_toy import write_json_toy
+from tests.support.json_toy import BYTES_END, byte_tokenizer, write_json_toy
 from tests.support.toy import EOS, VOCAB_SIZE
 
-ALL = torch.full((VOCAB_SIZE // 32,), -1, dtype=torch.int32)
+WORDS = VOCAB_SIZE // 32
 MANY = DraftLimit(40, 40)
 OBJECT = {"type": "object", "properties": {"ab": {"type": "boolean"}, "c": {"const": 1}}, "required": ["ab", "c"]}
 
-Start = Callable[[GrammarKind, object], xgrammar.GrammarMatcher]
+Start = Callable[[GrammarKind, object], GrammarMatcher]
 
 
 @pytest.fixture(scope="module")
@@ -33,74 +34,96 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> GrammarTools:
 
 @pytest.fixture(scope="module")
 def start(tools: GrammarTools) -> Start:
-    return lambda kind, value: xgrammar.GrammarMatcher(tools.compiler.compile(make_grammar(kind, value)))
+    return lambda kind, value: tools.compiler.compile(make_grammar(kind, value)).matcher()
+
+
+@pytest.fixture(scope="module")
+def encode(tools: GrammarTools) -> Encode:
+    return tools.forced.encode
+
+
+def advance(matcher: GrammarMatcher, token_ids: list[int]) -> None:
+    assert all(map(matcher.accept, token_ids))
 
 
 def ids_of(bits: Tensor) -> list[int]:
     return np.flatnonzero(np.unpackbits(bits.numpy().view(np.uint8), bitorder="little")).tolist()
 
 
-def test_forced_tokens_become_a_chain_and_forbidden_drafts_go(start: Start, tools: GrammarTools) -> None:
+def test_forced_tokens_become_a_chain_and_forbidden_drafts_go(
+    start: Start, tools: GrammarTools, encode: Encode
+) -> None:
     """Below the forced tokens there is a choice; a branch of the drafter that leads elsewhere is cut as a whole."""
-    [wrong, *_], forced = tools.encode("x"), tools.encode('{"ab": ')
+    [wrong, *_], forced = encode("x"), encode('{"ab": ')
     drafts = TreeLists([9, wrong, forced[0], wrong], [NONE, 0, 0, 1])
-    tree, bits = constrained(start("json_schema", OBJECT), drafts, MANY, ALL, tools.encode)
+    tree, bits = constrained(start("json_schema", OBJECT), drafts, MANY, WORDS, tools.forced)
     assert tree.tokens == [9, *forced]
     assert tree.parents == [NONE, *range(len(forced))]
-    assert ids_of(bits[-1]) == sorted(
-        tools.encode("t") + tools.encode("f") + tools.encode("true")[:1] + tools.encode("tr")
-    )
+    assert ids_of(bits[-1]) == sorted(encode("t") + encode("f") + encode("true")[:1] + encode("tr"))
 
 
-def test_drafts_are_extended_to_the_end(start: Start, tools: GrammarTools) -> None:
+def test_drafts_are_extended_to_the_end(start: Start, tools: GrammarTools, encode: Encode) -> None:
     """A draft decides what follows; the end token is drafted too."""
-    path = tools.encode('{"ab": ') + tools.encode("true")
+    path = encode('{"ab": ') + encode("true")
     tree, bits = constrained(
-        start("json_schema", OBJECT), TreeLists([9, *path], [NONE, *range(len(path))]), MANY, ALL, tools.encode
+        start("json_schema", OBJECT), TreeLists([9, *path], [NONE, *range(len(path))]), MANY, WORDS, tools.forced
     )
-    assert tree.tokens == [9, *path, *tools.encode(', "c": 1}'), EOS]
+    assert tree.tokens == [9, *path, *encode(', "c": 1}'), EOS]
     assert ids_of(bits[-2]) == [EOS]
     assert len(ids_of(bits[-1])) == VOCAB_SIZE  # nothing is emitted there
 
 
-def test_drafts_that_the_vocabulary_cannot_continue_are_cut(start: Start, tools: GrammarTools) -> None:
+def test_drafts_that_the_vocabulary_cannot_continue_are_cut(start: Start, tools: GrammarTools, encode: Encode) -> None:
     """No token is allowed after "a", so a walk that accepts it could choose none."""
-    a, b = (tools.encode(letter)[0] for letter in "ab")
+    a, b = (encode(letter)[0] for letter in "ab")
     tree, bits = constrained(
-        start("regex", "aé|bb"), TreeLists([9, a, b], [NONE, 0, 0]), DraftLimit(2, 1), ALL, tools.encode
+        start("regex", "aé|bb"), TreeLists([9, a, b], [NONE, 0, 0]), DraftLimit(2, 1), WORDS, tools.forced
     )
     assert tree == TreeLists([9, b], [NONE, 0])
     assert [ids_of(row) for row in bits] == [sorted([a, b]), [b]]
 
 
-def test_nothing_is_forced_within_a_character(start: Start, tools: GrammarTools) -> None:
+def test_nothing_is_forced_within_a_character() -> None:
     """A token may end within a character; the rest of that character is not text. It ended the engine."""
-    matcher = start("regex", "éa|b")  # the toy spells b alone
-    assert matcher.accept_string("é".encode()[:1])
-    tree, bits = constrained(matcher, TreeLists([9], [NONE]), MANY, ALL, tools.encode)
+    tools = make_tools(byte_tokenizer(), BYTES_END + 1, [BYTES_END])
+    matcher = tools.compiler.compile(make_grammar("regex", "éa|b")).matcher()
+    advance(matcher, tools.forced.encode("é")[:1])
+    tree, bits = constrained(matcher, TreeLists([9], [NONE]), MANY, tools.compiler.num_words, tools.forced)
     assert (tree, len(bits)) == (TreeLists([9], [NONE]), 1)
 
 
 @pytest.mark.parametrize("limit", [DraftLimit(3, 40), DraftLimit(40, 2), DraftLimit(0, 40), DraftLimit(1, 1)])
 def test_limits_hold(limit: DraftLimit, start: Start, tools: GrammarTools) -> None:
-    tree, bits = constrained(start("json_schema", OBJECT), TreeLists([9], [NONE]), limit, ALL, tools.encode)
+    tree, bits = constrained(start("json_schema", OBJECT), TreeLists([9], [NONE]), limit, WORDS, tools.forced)
     assert len(tree.tokens) == 1 + min(limit.num_tokens, limit.num_steps)
     assert len(bits) == len(tree.tokens)
 
 
-def test_a_complete_grammar_allows_only_the_end(start: Start, tools: GrammarTools) -> None:
+def test_a_complete_grammar_allows_only_the_end(start: Start, tools: GrammarTools, encode: Encode) -> None:
     matcher = start("choice", ["ab"])
-    assert matcher.accept_string("ab")
-    tree, bits = constrained(matcher, TreeLists([9, 20], [NONE, 0]), MANY, ALL, tools.encode)
+    advance(matcher, encode("ab"))
+    tree, bits = constrained(matcher, TreeLists([9, 20], [NONE, 0]), MANY, WORDS, tools.forced)
     assert tree == TreeLists([9, EOS], [NONE, 0])
     assert ids_of(bits[0]) == [EOS]
 
 
-def test_what_may_end_is_not_forced_to(start: Start, tools: GrammarTools) -> None:
+def test_what_may_end_is_not_forced_to(start: Start, tools: GrammarTools, encode: Encode) -> None:
     matcher = start("regex", "a+")
-    assert matcher.accept_string("a")
-    tree, _ = constrained(matcher, TreeLists([9], [NONE]), MANY, ALL, tools.encode)
+    advance(matcher, encode("a"))
+    tree, _ = constrained(matcher, TreeLists([9], [NONE]), MANY, WORDS, tools.forced)
     assert tree.tokens == [9]
+
+
+def test_long_forced_text_is_searched_up_to_the_limit(
+    start: Start, tools: GrammarTools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole text was looked for at each node: of a million characters, in every step."""
+    matcher, accepted = start("regex", "(?:ab){50000}"), list[int]()
+    accept = GrammarMatcher.accept
+    monkeypatch.setattr(GrammarMatcher, "accept", lambda *args: accepted.append(args[1]) or accept(*args))
+    tree, _ = constrained(matcher, TreeLists([9], [NONE]), DraftLimit(5, 40), WORDS, tools.forced)
+    assert len(tree.tokens) == 6
+    assert len(accepted) <= 2 * 5
 
 
 @st.composite
@@ -112,13 +135,13 @@ def drafts(draw: st.DrawFn) -> TreeLists:
 
 @given(drafts(), st.integers(0, 14), st.integers(0, 6), st.sampled_from(["", '{"', '{"ab": ', '{"ab": true, "c": 1}']))
 def test_every_node_is_a_path_of_the_grammar(
-    start: Start, tools: GrammarTools, drafted: TreeLists, num_tokens: int, num_steps: int, prefix: str
+    start: Start, tools: GrammarTools, encode: Encode, drafted: TreeLists, num_tokens: int, num_steps: int, prefix: str
 ) -> None:
     """Compared with a fresh matcher for every node. The matcher that was used is where it was."""
     used = start("json_schema", OBJECT)
-    assert used.accept_string(prefix) or not prefix
-    tree, bits = constrained(used, drafted, DraftLimit(num_tokens, num_steps), ALL, tools.encode)
-    untouched = allowed_tokens(used, drafted, ALL)
+    advance(used, encode(prefix))
+    tree, bits = constrained(used, drafted, DraftLimit(num_tokens, num_steps), WORDS, tools.forced)
+    untouched = allowed_tokens(used, drafted, WORDS)
     assert len(tree.tokens) <= 1 + num_tokens
 
     def expected(lists: TreeLists, node: int) -> list[int] | None:
@@ -127,14 +150,13 @@ def test_every_node_is_a_path_of_the_grammar(
             path.insert(0, lists.tokens[node])
             node = lists.parents[node]
         assert len(path) <= num_steps or lists is drafted
-        matcher, row = start("json_schema", OBJECT), torch.zeros(1, len(ALL), dtype=torch.int32)
-        if prefix:
-            matcher.accept_string(prefix)
-        if not all(matcher.accept_token(token) for token in path):
+        matcher, row = start("json_schema", OBJECT), torch.zeros(WORDS, dtype=torch.int32)
+        advance(matcher, encode(prefix))
+        if not all(map(matcher.accept, path)):
             return None
-        if matcher.is_terminated():
+        if matcher.has_ended:
             return list(range(VOCAB_SIZE))
-        matcher.fill_next_token_bitmask(row)
+        matcher.fill(row)
         return ids_of(row)
 
     for node in range(len(tree.tokens)):

@@ -5,7 +5,6 @@ from functools import cache
 from typing import Any
 
 import pytest
-import xgrammar
 
 from cluster.api.chat_output import call_grammar
 from cluster.api.model_output.events import collect
@@ -15,18 +14,17 @@ from cluster.api.protocol import ChatRequest
 from cluster.api.tool_calls.formats import TOOL_FORMATS
 from cluster.config import ReasoningParserName, ToolCallParserName
 from specray.errors import InvalidRequestError
-from specray.grammar import GrammarSpec, as_format, make_grammar
-from specray.structured_output.compiler import _with_compact_json
+from specray.grammar import GrammarSpec, make_grammar
+from specray.structured_output.compiler import GrammarCompiler
+from tests.support.json_toy import BYTES_END, byte_tokenizer
 from tests.unit.cluster.api.test_chat_tools import TOOLS, USER
 
 PARIS = '{"city": "Paris"}'
 
 
 @cache
-def compiler() -> xgrammar.GrammarCompiler:
-    vocabulary = [bytes([value]) for value in range(256)] + [b""]
-    info = xgrammar.TokenizerInfo(vocabulary, xgrammar.VocabType.RAW, stop_token_ids=[256])
-    return xgrammar.GrammarCompiler(info)
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(byte_tokenizer(), BYTES_END + 1, [BYTES_END])
 
 
 def accepts(
@@ -53,9 +51,8 @@ def matches(
     """Whether an output that a prompt with this end has may be `text`, as a whole."""
     if reasoning is not None:
         grammar = REASONING_FORMATS[reasoning].before_grammar().with_reasoning(grammar, prompt, template)
-    compact = _with_compact_json(json.dumps({"type": "structural_tag", "format": as_format(grammar)}))
-    matcher = xgrammar.GrammarMatcher(compiler().compile_structural_tag(compact))
-    return matcher.accept_string(text) and matcher.accept_token(256)
+    matcher = compiler().compile(grammar).matcher()
+    return all(map(matcher.accept, [*byte_tokenizer().encode(text), BYTES_END]))
 
 
 def written(parser: ToolCallParserName, *calls: tuple[str, str]) -> str:
