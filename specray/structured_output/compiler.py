@@ -187,5 +187,7 @@ class GrammarMatcher:
 def _reason(matcher: LLMatcher) -> str:
     """llguidance's message without the grammar's text, which is ours and not the client's."""
     message = matcher.get_error()
+    if "limits." in message or "too many expressions" in message or "too big" in message:
+        return "it needs too much work; simplify it (fewer alternatives that begin alike, fewer repetitions)"
     message = re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?|\n<[^>]*/>$", "", message)
     return re.split(r"\n +\d+ \| ", message)[0].strip()
