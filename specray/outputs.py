@@ -27,6 +27,23 @@ class TokenLogprob(NamedTuple):
     chosen: tuple[tuple[int, float], ...] = ()  # those of the request's `logprob_token_ids`
 
 
+class Undrafted(NamedTuple):
+    """Verify steps without drafts, by the reason."""
+
+    limit: int = 0  # the request's own limit, or no room left in max_tokens, the context or the KV pool
+    budget: int = 0  # drafts would not have made the step's tokens come sooner
+    absent: int = 0  # the drafter was gone, or failed
+    late: int = 0  # the step did not wait for it
+    none_found: int = 0  # it had nothing to propose, or nothing likely enough or allowed by the grammar
+
+    def counts(self) -> dict[str, int]:
+        """Those that are not zero."""
+        return {reason: count for reason, count in self._asdict().items() if count}
+
+    def plus(self, other: "Undrafted") -> "Undrafted":
+        return Undrafted(*map(sum, zip(self, other, strict=True)))
+
+
 class RequestUsage(NamedTuple):
     """Counts of one request so far. Accept length = (num_accepted + num_verify_steps) / num_verify_steps.
 
@@ -44,6 +61,7 @@ class RequestUsage(NamedTuple):
     is_lossy: bool = False  # acceptance by thresholds or simulated: the distribution may differ from the target's
     drafter: str = ""  # its drafter, where there are several
     num_reasoning_tokens: int = 0  # completion tokens before the answer, with those of the marks around them
+    undrafted: Undrafted = Undrafted()
 
 
 class RequestTimes(NamedTuple):

@@ -159,3 +159,4 @@ class StepResult(NamedTuple):
     draft_faults: Sequence[str] = ()  # values of DraftFault
     drafters: Sequence[DrafterUse] = ()  # of several drafters, those that drafted for this step
     drafter_is_new: bool = False  # it took over since the step before, and hidden states before that are lost to it
+    drafter_is_absent: bool = False  # none was connected, so no request has drafts

@@ -36,9 +36,9 @@ def unpack_plan(data: bytes) -> StepPlan:
 
 def unpack_result(data: bytes) -> StepResult:
     """Inverse of `pack` for a result."""
-    step_id, rows, times, faults, drafters, drafter_is_new = msgpack.unpackb(data)
+    step_id, rows, times, faults, drafters, drafter_is_new, drafter_is_absent = msgpack.unpackb(data)
     results, uses = [_request_result(*row) for row in rows], [DrafterUse(*use) for use in drafters]
-    return StepResult(step_id, results, StepTimes(*times), faults, uses, drafter_is_new)
+    return StepResult(step_id, results, StepTimes(*times), faults, uses, drafter_is_new, drafter_is_absent)
 
 
 def new_request(*fields: Any) -> NewRequest:

@@ -65,6 +65,7 @@ class GenerateReply:
             "spec_verify_ct": counts.num_verify_steps,
             "spec_draft_token_num": counts.num_draft_tokens,
             "spec_accept_token_num": counts.num_accepted,
+            "spec_undrafted_steps": counts.undrafted.counts(),
             "spec_accept_length": accept_length(counts.num_accepted, counts.num_verify_steps),
             "spec_accept_histogram": list(counts.accept_histogram),
             "spec_lossy": counts.is_lossy,

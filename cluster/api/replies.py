@@ -8,6 +8,7 @@ because a chunk is written per step and request and must keep the nulls that cli
 
 import time
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any, Protocol
 
 from cluster.api.choices import seed_of
@@ -19,6 +20,7 @@ from specray.outputs import (
     Completion,
     RequestOutput,
     TokenLogprob,
+    Undrafted,
     acceptance_per_depth,
     add_histograms,
 )
@@ -206,6 +208,7 @@ def usage(choices: Sequence[Completion], n: int) -> Json:
     num_draft = sum(count.num_draft_tokens for count in counts)
     num_accepted = sum(count.num_accepted for count in counts)
     histogram = add_histograms(count.accept_histogram for count in counts)
+    undrafted = reduce(Undrafted.plus, (count.undrafted for count in counts), Undrafted())
     drafters = list(dict.fromkeys(count.drafter for count in counts if count.drafter))
     return {
         "prompt_tokens": num_prompt,
@@ -224,6 +227,7 @@ def usage(choices: Sequence[Completion], n: int) -> Json:
             "accept_length": accept_length(num_accepted, num_steps),
             "accept_histogram": histogram,
             "acceptance_per_depth": acceptance_per_depth(histogram),
+            "undrafted_steps": undrafted.counts(),
             "lossy": any(count.is_lossy for count in counts),
             **({"drafters": drafters} if drafters else {}),
         },

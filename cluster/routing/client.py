@@ -67,12 +67,12 @@ class RequestRefusedError(SpecRayError):
 
 
 class RouterLostError(EngineDeadError):
-    """The connection to the router on `node_id` is lost, and with it the state of its requests."""
+    """The connection to the router `replica_id` on `node_id` is lost, and with it the state of its requests."""
 
-    def __init__(self, message: str, end: ConnectionEnd | None = None, node_id: str = "") -> None:
+    def __init__(self, message: str, end: ConnectionEnd | None = None, replica_id: str = "", node_id: str = "") -> None:
         super().__init__(message)
         self.end = end if end is not None else ConnectionEnd(message, None)
-        self.node_id = node_id
+        self.replica_id, self.node_id = replica_id, node_id
 
 
 Listener = Callable[[RequestOutput | RouterLostError], None]
@@ -265,7 +265,8 @@ class RouterClient:
                 self._end = ConnectionEnd("the router was stopped", [])
             listeners, self._listeners = self._listeners, {}
             for listener in set(listeners.values()):
-                listener(RouterLostError("the engine stopped while it worked on this request", self._end, node_id))
+                reason = "the engine stopped while it worked on this request"
+                listener(RouterLostError(reason, self._end, self.replica_id, node_id))
             self._on_close()
 
     async def _receive(self) -> None:

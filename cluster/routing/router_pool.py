@@ -422,8 +422,8 @@ class RequestStream:
         suspects = [progress for progress in blamed if progress.dies_with(lost)]
         if not suspects:
             return
-        lost_nodes = await self._router_pool.lost_nodes()
-        guilty = [progress for progress in suspects if progress.is_poison(lost_nodes)]
+        lost_nodes, running = await self._router_pool.lost_nodes(), self._router_pool.rank_nodes
+        guilty = [progress for progress in suspects if progress.is_poison(lost_nodes, running)]
         if not guilty:
             return
         self._router_pool.count_poison(len(guilty))
@@ -459,6 +459,7 @@ class RequestStream:
 class _Death(NamedTuple):
     """The end of an engine that computed a request."""
 
+    replica_id: str
     node_id: str  # of its router
     was_alone: bool  # the engine computed nothing else, because the request was a suspect
 
@@ -503,15 +504,18 @@ class _RequestProgress:
 
     def dies_with(self, lost: RouterLostError) -> bool:
         """Record that the engine was lost while it computed this request. Whether that may be its fault."""
+        self.deaths = [death for death in self.deaths if death.replica_id != lost.replica_id]  # it was only silent
         is_known = lost.end.request_ids is not None
         # A router that ended without a word computed nothing but its first suspect, unless all had passed.
         was_alone = lost.end.was_alone if is_known else self._has_begun and self._num_steps < PROBATION_STEPS
-        self.deaths.append(_Death(lost.node_id, was_alone and bool(self.deaths)))
+        self.deaths.append(_Death(lost.replica_id, lost.node_id, was_alone and bool(self.deaths)))
         return self.deaths[-1].was_alone or len(self.deaths) >= MAX_DEATHS
 
-    def is_poison(self, lost_nodes: Collection[str]) -> bool:
-        """The same if the engines on `lost_nodes` were lost with their nodes."""
-        self.deaths = [death for death in self.deaths if death.node_id not in lost_nodes]
+    def is_poison(self, lost_nodes: Collection[str], running: Collection[str]) -> bool:
+        """The same without engines that ended with their nodes, and those of `running` replicas, which were silent."""
+        self.deaths = [
+            death for death in self.deaths if death.node_id not in lost_nodes and death.replica_id not in running
+        ]
         return (len(self.deaths) > 1 and self.deaths[-1].was_alone) or len(self.deaths) >= MAX_DEATHS
 
     def add(self, output: RequestOutput) -> RequestOutput:
@@ -536,4 +540,5 @@ def _merge_usage(before: RequestUsage | None, now: RequestUsage) -> RequestUsage
         num_preemptions=before.num_preemptions + now.num_preemptions,
         accept_histogram=tuple(add_histograms((before.accept_histogram, now.accept_histogram))),
         is_lossy=before.is_lossy or now.is_lossy,
+        undrafted=before.undrafted.plus(now.undrafted),
     )

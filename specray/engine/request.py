@@ -1,5 +1,6 @@
 """A request on the host: its token ids, status, KV blocks and finish reason."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -9,7 +10,7 @@ from typing import NamedTuple
 from specray.engine.cache_nodes import CacheNode
 from specray.engine.draft_budget.acceptance import RequestAcceptance
 from specray.engine.drafter_selection.choice import DrafterChoice
-from specray.outputs import FinishReason, RequestUsage, TokenLogprob
+from specray.outputs import FinishReason, RequestUsage, TokenLogprob, Undrafted
 from specray.sampling_params import SamplingParams
 from specray.step import UNLIMITED, DraftLimit, RequestResult
 
@@ -50,6 +51,7 @@ class Planned(NamedTuple):
     num_tokens: int  # known tokens to compute
     samples: bool  # it emits 1 … num_drafts + 1 tokens
     num_drafts: int
+    no_drafts: str = ""  # why it may have none: a field of Undrafted
 
 
 @dataclass(slots=True, eq=False)
@@ -78,6 +80,7 @@ class Request:
     num_verify_steps: int = 0
     num_draft_tokens: int = 0
     num_accepted: int = 0
+    undrafted: Counter[str] = field(default_factory=Counter)  # by fields of Undrafted
     accept_histogram: list[int] = field(default_factory=list)  # see RequestUsage
     acceptance: RequestAcceptance = field(
         default_factory=RequestAcceptance
@@ -125,8 +128,10 @@ class Request:
         least = len(self.token_ids) + sum(planned.samples for planned in self.in_flight)
         return self.max_length - least - 1
 
-    def count_verify(self, num_draft_tokens: int, num_accepted: int) -> None:
+    def count_verify(self, num_draft_tokens: int, num_accepted: int, no_drafts: str) -> None:
         """Count one verified tree. A tree without drafts counts as a step, but not in the accept histogram.
+
+        `no_drafts` is the reason if it has none, a field of Undrafted.
 
         The step that ends the prompt is not counted: it samples the first token and verifies nothing.
         """
@@ -138,6 +143,8 @@ class Request:
         if num_draft_tokens:
             self.accept_histogram += [0] * (num_accepted + 1 - len(self.accept_histogram))
             self.accept_histogram[num_accepted] += 1
+        else:
+            self.undrafted[no_drafts] += 1
 
     def private_blocks(self) -> list[int]:
         """Blocks that the cache does not hold; they return to the pool with the request."""
@@ -157,6 +164,7 @@ class Request:
             self.is_lossy,
             "" if self.drafter is None else self.drafter.name,
             self.num_reasoning_tokens,
+            Undrafted(**self.undrafted),
         )
 
 
@@ -166,3 +174,4 @@ class Emitted(NamedTuple):
     request: Request
     num_tokens: int  # known tokens the plan asked for
     result: RequestResult
+    no_drafts: str  # why it has none, if it might have had some: a field of Undrafted

@@ -21,7 +21,7 @@ from specray.engine.fair_queue import FairQueue
 from specray.engine.new_request import new_request
 from specray.engine.radix_cache import RadixCache
 from specray.engine.request import Emitted, Planned, Request, Status
-from specray.step import DraftLimit, NewRequest, ScheduledRequest, StepPlan, StepResult
+from specray.step import DraftFault, DraftLimit, NewRequest, ScheduledRequest, StepPlan, StepResult
 
 MAX_FORCED_DRAFTS = 8  # tokens that a grammar may add to a drafter's tree
 MIXED_STEPS = 16  # that have few prompt tokens after the last one with a decoding request, unless no request is left
@@ -144,13 +144,13 @@ class Scheduler:
         for (request, num_preemptions), row, row_result in planned:
             assert row.slot == row_result.slot, (row, row_result)
             if request.status is Status.RUNNING and request.num_preemptions == num_preemptions:
-                emitted.append(Emitted(request, row.num_tokens, row_result))
+                emitted.append(Emitted(request, row.num_tokens, row_result, _absence(result)))
         return emitted
 
     def commit(self, emitted: Emitted, num_kept: int) -> None:
         """Append the first `num_kept` of a request's emitted tokens, up to where a stop condition cuts the output."""
         request, result = emitted.request, emitted.result
-        request.in_flight.pop(0)
+        planned = request.in_flight.pop(0)
         if result.is_deferred:
             return  # the same tokens are planned again
         request.num_computed_tokens += emitted.num_tokens
@@ -158,7 +158,7 @@ class Scheduler:
             num_drafts = result.num_draft_tokens
             if self.budget.learns and _teaches(request):
                 self.budget.record_tree(request.acceptance, num_drafts, result.accepted_nodes, result.draft_scores)
-            request.count_verify(num_drafts, num_kept - 1)
+            request.count_verify(num_drafts, num_kept - 1, planned.no_drafts or emitted.no_drafts)
             request.num_computed_tokens += num_kept - 1
             if request in self._suspects and not request.is_suspect:
                 self._suspects.remove(request)
@@ -252,7 +252,8 @@ class Scheduler:
         if num_drafts:
             new_block_ids = new_block_ids + (self._grow(request, num_known + num_drafts) or [])
             num_drafts = min(num_drafts, len(request.block_ids) * self.block_size - num_known)
-        request.in_flight.append(Planned(num_tokens, num_tokens == request.num_pending_tokens, num_drafts))
+        no_drafts = "" if num_drafts else "limit" if limit.num_tokens or not self._most_drafts(request) else "budget"
+        request.in_flight.append(Planned(num_tokens, num_tokens == request.num_pending_tokens, num_drafts, no_drafts))
         return ScheduledRequest(request.slot, num_tokens, limit._replace(num_tokens=num_drafts), new_block_ids)
 
     def _grow(self, request: Request, num_tokens: int) -> list[int] | None:
@@ -314,6 +315,13 @@ class Scheduler:
         self._freed_slots.append(request.slot)
         request.slot, request.num_computed_tokens = -1, 0
         request.block_ids, request.shared_path, request.in_flight = [], [], []
+
+
+def _absence(result: StepResult) -> str:
+    """Why a request of this step has no drafts although it was allowed some, as a field of Undrafted."""
+    if DraftFault.LATE in result.draft_faults:
+        return "late"
+    return "absent" if result.drafter_is_absent or result.draft_faults else "none_found"
 
 
 def _teaches(request: Request) -> bool:

@@ -33,6 +33,7 @@ NUM_ENGINES = 2
 NUM_STREAMS = 8
 NUM_STREAMS_QUICK = 4  # two for each engine: with more, the load takes the time in which lost processes start again
 TRAFFIC_S = 0.5  # of traffic before and after a fault
+FAILOVER_S = 90.0  # a request of death ends both engines, which start again on two cores
 IDLE_S = 10.0  # in which engines must be idle after the last request
 MODELS: dict[str, tuple[Callable[[Path], Path], int]] = {"toy": (write_toy, 150), "stories260K": (write_stories, 300)}
 
@@ -134,6 +135,8 @@ def _config(target: Path, head: Path) -> AppConfig:
                 "num_ingress_replicas": 1,
                 "router_cpus": 0.1,
                 "rank_cpus": ENGINE_CPUS - 0.2,
+                "step_timeout_s": 10.0,
+                "failover_s": FAILOVER_S,
                 "served_model_name": "chaos",
             },
         }

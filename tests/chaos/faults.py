@@ -12,6 +12,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from math import inf
 from typing import NamedTuple
 
+from specray.bench.exchange import exchange, request_bytes
+from tests.chaos.fatal import WAYS, fatal_prompt
 from tests.chaos.ledger import Ending, Ledger
 from tests.chaos.load import ask_at_once, leave_at_random
 from tests.chaos.questions import Question
@@ -28,6 +30,7 @@ LOSSY_S = 30.0
 NUM_LEAVING = 50
 ROUTER, RANK, DRAFTER = "ray::ServeReplica:chaos:Router", "ray::TargetActor", "ray::DraftActor"
 INGRESS, CONTROLLER, GCS = "ray::ServeReplica:chaos:OpenAIIngress", "ray::ServeController", "gcs_server"
+MOST_LOST = 2  # engines, to one request
 DRAFTS = "specray_spec_decode_num_draft_tokens_total"
 
 
@@ -177,6 +180,29 @@ async def _leave(context: FaultContext) -> None:
     await leave_at_random(context.service.url, context.questions, NUM_LEAVING, seed, context.ledger)
 
 
+def _request_of_death(way: str) -> Callable[[FaultContext], Awaitable[None]]:
+    async def inject(context: FaultContext) -> None:
+        seen = set(await context.service.engines())
+        num_engines, streams = len(seen), context.random.random() < 0.5
+        body = {"prompt": fatal_prompt(way), "max_tokens": 50, "stream": streams}
+        asking = asyncio.create_task(
+            exchange(context.service.url, request_bytes(f"{context.service.url}/v1/completions", body), RECOVERY_S)
+        )
+
+        async def has_recovered() -> bool:
+            seen.update(await context.service.engines())
+            return asking.done() and len(seen) > num_engines and await context.service.is_ready()
+
+        await _until(has_recovered)
+        reply = await asking
+        if b"poison_request" not in reply.body:
+            raise TimeoutError(f"the request of death was not given up: {reply.status} {reply.body[-200:]!r}")
+        if (num_lost := len(seen) - len(await context.service.engines())) > MOST_LOST:
+            raise TimeoutError(f"{num_lost} engines ended with one request; {MOST_LOST} may")
+
+    return inject
+
+
 async def _flood(context: FaultContext) -> None:
     """Send four times as many requests as can run and wait."""
     config = context.service.config
@@ -201,6 +227,13 @@ FAULTS: dict[str, Fault] = {
     "redeployed": Fault(_redeploy, 0, 20),
     "clients leave": Fault(_leave, 1, 100, (Ending.LEFT, Ending.REFUSED)),
     "overload": Fault(_flood, 0, 10, (Ending.REFUSED,), max_gap_s=QUEUED_S),
+    # With two engines there is none for a moment: running requests wait for one, new ones may be refused.
+    **{
+        f"request of death: {way}": Fault(
+            _request_of_death(way), 0, 5, (Ending.REFUSED,), Setting.STORED, max_gap_s=RECOVERY_S
+        )
+        for way in WAYS
+    },
     "GCS lost": Fault(_lose_cluster, 0, 3, _LOST_INGRESS, Setting.VOLATILE, max_gap_s=inf),
     "calls get lost": Fault(_wait, 0, 10, (*_LOST_INGRESS, Ending.FAILED), Setting.LOSSY),
 }

@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -324,6 +325,38 @@ def test_the_drafter_reads_only_prompts_of_requests_without_drafts() -> None:
     scheduler.add(_waiting(1, 3))
     assert _step(scheduler).runs_drafter
     assert _step(scheduler).runs_drafter
+
+
+@pytest.mark.parametrize(
+    ("reason", "fields", "drafts", "budget"),
+    [
+        ("limit", {}, 0, None),
+        ("budget", {}, 4, 0),
+        ("absent", {"drafter_is_absent": True}, 4, None),
+        ("absent", {"draft_faults": ["gone"]}, 4, None),
+        ("late", {"draft_faults": ["late"]}, 4, None),
+        ("none_found", {}, 4, None),
+    ],
+)
+def test_a_step_without_drafts_counts_by_its_reason(
+    reason: str, fields: dict[str, Any], drafts: int, budget: int | None
+) -> None:
+    options = {} if budget is None else {"speculative": {"algorithm": "NGRAM", "max_step_draft_tokens": 1}}
+    config = EngineConfig.model_validate({"page_size": 4, **options})
+    scheduler = Scheduler(config, Capacity(40, 4, CONTEXT, VOCAB_SIZE, [EOS]))
+    requests = [_waiting(seed, 3) for seed in range(2 if budget == 0 else 1)]
+    for each in requests:
+        each.spec = replace(each.spec, draft_limit=DraftLimit(drafts, 8))
+        scheduler.add(each)
+    for _ in range(5):
+        plan = scheduler.schedule()
+        results = [RequestResult(row.slot, [2], 0, None, None) for row in plan.rows]
+        result = StepResult(plan.step_id, results, StepTimes(0, 0, 0, 0))._replace(**fields)
+        for emitted in scheduler.emitted(plan, result):
+            scheduler.commit(emitted, num_kept=1)
+    counts = sum((each.undrafted for each in requests), Counter[str]())
+    assert counts[reason] == 4
+    assert requests[-1].usage().undrafted.counts() == requests[-1].undrafted
 
 
 def _step(scheduler: Scheduler) -> StepPlan:

@@ -110,6 +110,7 @@ def test_usage_counts_a_prompt_once_and_reports_speculation(serve: Serve) -> Non
                 "accept_length": 3.0,
                 "accept_histogram": [0, 0, 4],
                 "acceptance_per_depth": [1.0, 1.0],
+                "undrafted_steps": {},
                 "lossy": False,
             }
 

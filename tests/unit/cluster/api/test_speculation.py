@@ -177,6 +177,19 @@ def test_capabilities_follow_a_replaced_drafter() -> None:
     assert after["request_limits"] == {"enabled": [False], "algorithm": [], "num_steps": None, "num_draft_tokens": None}
 
 
+def test_replies_say_why_steps_have_no_drafts(serve: Serve) -> None:
+    async def scenario() -> None:
+        async with serve(speculative=NGRAM.model_dump()) as server:
+            body = {"prompt": "hi", "max_tokens": 9, "ignore_eos": True, "speculative": {"enabled": False}}
+            plain = (await server.http.post("/v1/completions", json=body)).json()["usage"]["speculative"]
+            assert plain["undrafted_steps"] == {"limit": plain["verify_steps"]} == {"limit": 8}
+            text = {"text": "hi", "sampling_params": {"max_new_tokens": 9}, "speculative": {"enabled": False}}
+            meta = (await server.http.post("/generate", json=text)).json()["meta_info"]
+            assert meta["spec_undrafted_steps"] == {"limit": 8}
+
+    asyncio.run(scenario())
+
+
 def test_simulated_acceptance_is_marked_in_every_reply_and_metric(serve: Serve) -> None:
     options = {"simulate_accept_length": 2.0, "simulate_output_is_meaningless": True}
     body = {"prompt": "hi", "max_tokens": 9, "stream": True}

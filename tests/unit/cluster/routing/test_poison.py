@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import cluster.engine.router
+import cluster.routing.client
 from specray.engine.request import PROBATION_STEPS
 from specray.errors import EngineDeadError
 from tests.unit.cluster.conftest import FATAL, Replica, Serve, Server
@@ -155,13 +156,25 @@ def test_a_request_survives_engines_that_end_after_it_has_shown_that_it_is_not_w
     assert asyncio.run(scenario(3))[-1]["error"]["code"] == "poison_request"
 
 
-@pytest.mark.parametrize("way", ["stopped", "nodes lost", "lease expired"])
-def test_ends_that_no_request_can_have_caused_are_not_counted(serve: Serve, way: str) -> None:
+@pytest.mark.parametrize("way", ["stopped", "nodes lost", "lease expired", "silent for a while"])
+def test_ends_that_no_request_can_have_caused_are_not_counted(
+    serve: Serve, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster.routing.client, "HEARTBEAT_TIMEOUT_S", 0.6)
+    monkeypatch.setattr(cluster.engine.router, "HEARTBEAT_INTERVAL_S", 0.1)
+
     async def scenario() -> None:
         async with serve(**SLOW, num_replicas=1) as server, restarting(server):
             request = asyncio.create_task(stream(server, BODY | {"max_tokens": 300}))
             for number in range(5):
                 lost = await serving(server)
+                if way == "silent for a while":
+                    lost.freeze()
+                    await server.until(lambda: server.num_connected == 0)
+                    lost.thaw()
+                    await server.until(lambda: server.num_connected == 1)
+                    await server.until(lambda: lost.ranks.num_steps > 3)  # noqa: B023
+                    continue
                 if way == "lease expired":
                     lost.router._connections.expire(0.0)
                     await asyncio.sleep(0.1)
