@@ -133,6 +133,11 @@ class RayExecutor:
         assert self._drafter is not None, "the engine has no colocated drafter"
         return self._drafter
 
+    @property
+    def drafter_absence(self) -> str:
+        """See `DrafterState.absence`; empty without a colocated drafter."""
+        return self._drafter.state.absence if self._drafter is not None else ""
+
     def stop(self) -> None:
         """End an engine whose ranks work.
 

@@ -290,7 +290,7 @@ class Router:
             desired=self._reconciler.desired if self._reconciler else None,
             is_draining=self._is_draining,
             refusal=self._refusal(error) if error is not None else None,
-            drafter_absence=self._executor.drafter.state.absence if self._config.has_draft_actor else "",
+            drafter_absence=self._executor.drafter_absence,
         )
         self._connections.broadcast(heartbeat)
 

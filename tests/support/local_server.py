@@ -4,7 +4,6 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -30,7 +29,7 @@ class LocalRanks(LocalExecutor):
     """A `RayExecutor` without Ray. It drafts itself, also where an actor would."""
 
     rank_nodes = ("127.0.0.1",)
-    drafter = SimpleNamespace(state=SimpleNamespace(absence=""))
+    drafter_absence = ""
 
     def failure(self) -> str | None:
         return None

@@ -83,6 +83,7 @@ class ScriptedRanks:
         self.script = tokenizer.encode(TEXT)
         self.capacity = Capacity(context_length // 8 + 1, 2, context_length, len(tokenizer), [tokenizer.eos_token_id])
         self.drafter = ScriptedSupervisor()
+        self.drafter_absence = ""
         self.rank_nodes = ("10.0.0.1",)
         self.step_s = step_s
         self.broken: str | None = None
