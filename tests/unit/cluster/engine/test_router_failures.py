@@ -17,6 +17,7 @@ QUICK: dict[str, Any] = {"server": {"failover_s": 0.2, "metrics_interval_s": 0.1
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster.engine.router, "LAST_OUTPUT_S", 0.05)
+    monkeypatch.setattr(cluster.engine.router, "HEARTBEAT_INTERVAL_S", 0.05)
 
 
 @pytest.mark.parametrize("part", ["maintenance", "heartbeats", "delivery"])
@@ -28,7 +29,7 @@ def test_an_error_in_the_routers_own_work_ends_the_engine(
 
     async def scenario() -> None:
         async with serve(**SLOW, **QUICK) as server:
-            request = asyncio.create_task(stream(server, BODY))
+            request = asyncio.create_task(stream(server, BODY | {"max_tokens": 400}))
             await serving(server)
             if part == "maintenance":
                 server.ranks.failure = fail  # type: ignore[assignment]
@@ -50,7 +51,7 @@ def test_a_step_that_hangs_in_the_host_ends_the_engine(serve: Serve, monkeypatch
     async def scenario() -> None:
         options = {"server": QUICK["server"] | {"step_timeout_s": 1.0}}
         async with serve(**SLOW, **options) as server:
-            request = asyncio.create_task(stream(server, BODY))
+            request = asyncio.create_task(stream(server, BODY | {"max_tokens": 400}))
             await serving(server)
             server.router._engine._engine._commit = lambda _: time.sleep(4.0)  # type: ignore[method-assign,assignment]
             assert (await request)[-1]["error"]["code"] == "service_unavailable"
