@@ -19,7 +19,7 @@ MAX_STOP_STRINGS = 64
 MAX_ALLOWED_TOKENS = 1024
 MAX_BIASED_TOKENS = 300
 MAX_BANNED_SEQUENCES = 512
-MAX_TOP_K = 2**31 - 1  # more than any vocabulary has
+MAX_TOP_K = 1_000_000  # no vocabulary is larger
 ANY_SEED = -1  # asks for a random one, as in vLLM and SGLang
 
 Temperature = Annotated[float, Field(ge=0.0, le=100.0, allow_inf_nan=False)]

@@ -324,6 +324,7 @@ class ChatRequest(OpenAIRequest):
         **dict.fromkeys(("prompt", "input", "input_ids"), "messages"),
         **dict.fromkeys(("system", "instructions"), "a message of role system"),
         "reasoning": "reasoning_effort",
+        "thinking": 'chat_template_kwargs={"enable_thinking": …}',
         "sampling_seed": "seed",
         "stop_sequences": "stop",
         "top_logprobs_num": "top_logprobs",

@@ -134,6 +134,13 @@ def test_the_served_name_contains_no_path(options: dict[str, object], name: str)
     assert AppConfig.model_validate(options).model_name == name
 
 
+@pytest.mark.parametrize("model", ["meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Meta-Llama-3.1-8B-Instruct"])
+def test_llama_3_is_known_by_both_of_its_names_on_the_hub(model: str) -> None:
+    names = AppConfig(model=model).model_names
+    assert {"meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Meta-Llama-3.1-8B-Instruct"} <= set(names)
+    assert names[0] == model
+
+
 def test_the_engine_receives_engine_options_only() -> None:
     engine = AppConfig(page_size=8, speculative={"algorithm": "NGRAM"}).engine
     assert type(engine) is EngineConfig
