@@ -5,7 +5,7 @@ opens no file.
 """
 
 import re
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -402,6 +402,12 @@ class EngineConfig(Options):
     revision: str | None = Field(None, description="Commit, branch or tag of the model on the hub.")
     load_format: Literal["auto", "safetensors", "gguf", "bin"] = Field(
         "auto", description="Format of the weight files."
+    )
+    hf_overrides: dict[str, Any] = Field(
+        {}, description='Keys that replace those of the model\'s config.json, as JSON: `{"rope_scaling": {…}}`.'
+    )
+    chat_template: str | None = Field(
+        None, min_length=1, description="File with a Jinja chat template; null takes the model's."
     )
     dtype: Dtype = Field(
         "auto",

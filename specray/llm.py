@@ -14,7 +14,7 @@ from specray.config import EngineConfig, SpeculativeConfig
 from specray.engine.engine import Engine
 from specray.engine.request import EngineRequest
 from specray.errors import ConfigError, EngineDeadError, InvalidRequestError, QueueFullError
-from specray.models.files import resolve_model
+from specray.models.files import target_folder
 from specray.models.target_model import TargetModel
 from specray.models.tokenizer import NO_VARIABLES, Message, load_tokenizer, render_chat, sampling_defaults
 from specray.outputs import Completion, FinishReason, Generation, RequestOutput
@@ -45,7 +45,7 @@ class LLM:
         **options: Any,
     ) -> None:
         self.config = _config_of(model, options)
-        folder = resolve_model(self.config.model, self.config.revision, self.config.load_format, progress=progress)
+        folder = target_folder(self.config, progress=progress)
         self.tokenizer = load_tokenizer(folder)
         self._sampling_defaults = sampling_defaults(folder)
         self._executor = LocalExecutor(self.config, progress=progress, drafter=drafter, model=_model)

@@ -17,7 +17,7 @@ from cluster.garbage_collection import frozen_garbage_collection
 from cluster.log_level import set_log_level
 from cluster.routing.replicas import ServeReplicaDirectory
 from cluster.routing.router_pool import RouterPool
-from specray.models.files import resolve_model
+from specray.models.files import target_folder
 from specray.models.tokenizer import load_tokenizer
 
 
@@ -48,5 +48,5 @@ class OpenAIIngress:
 
 def _load_tokenization(config: AppConfig, context_length: int) -> Tokenization:
     with frozen_garbage_collection():  # a collection of all that an ingress imports takes tenths of a second
-        folder = resolve_model(config.model, config.revision, config.load_format, progress=False)
+        folder = target_folder(config, progress=False)
         return Tokenization(load_tokenizer(folder), context_length)

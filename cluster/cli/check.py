@@ -1,12 +1,10 @@
-"""`specray check FILE`: validate a Serve configuration and print the resources that it needs.
+"""The checks of a Serve configuration, and of the files that it names.
 
-`serve run` does not report an invalid option but answers every request with 404. `check` reports it and exits with
-status 2. The rules are those of `cluster.config`, `specray.config` and Ray's schema.
+`serve run` does not report an invalid option but answers every request with 404. The rules are those of
+`cluster.config`, `specray.config` and Ray's schema.
 """
 
-import argparse
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
 from textwrap import shorten
@@ -17,10 +15,7 @@ from pydantic_core import ErrorDetails
 from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDeploySchema
 
 from cluster.api.keys import KeyRing
-from cluster.api.trace_context import check_tracing_packages
-from cluster.app import absent_models
 from cluster.cli.flags import flags
-from cluster.cli.plan import plan_text
 from cluster.config import AppConfig
 from specray.errors import ConfigError
 from specray.models.files import is_here, looks_local, resolve_model
@@ -33,29 +28,6 @@ KEY_FILES = ("api_key_file", "admin_key_file")
 SCALED = {"Router": "num_replicas", "OpenAIIngress": "num_ingress_replicas"}
 
 Json = dict[str, Any]
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    options = parser().parse_args(argv)
-    try:
-        apps = check_file(options.file)
-        for name, app in apps.items():
-            check_keys(app)
-            check_tracing_packages(app.server.otlp_traces_endpoint)
-            check_paths(app)
-            absent = [] if options.model else absent_models(app)
-            if not absent:
-                find_files(app)
-            print(f"{options.file}: application {name!r} is valid: {summary(app)}")
-            if absent:
-                print(
-                    f"  not checked, because not on this machine: {', '.join(absent)} (--model fetches and checks them)"
-                )
-            print(plan_text(app))
-    except (ConfigError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
 
 
 def check_file(path: Path) -> dict[str, AppConfig]:
@@ -181,23 +153,3 @@ def _problem(problem: ErrorDetails) -> str:
 def _option_names() -> list[str]:
     """Names of all options and groups, without those of their groups."""
     return list(dict.fromkeys(name for flag in flags(AppConfig) for name in flag.path))
-
-
-def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "specray check",
-        description="Report all errors in a Serve configuration, or print the resources that it needs.",
-    )
-    parser.add_argument(
-        "file", type=Path, metavar="FILE", help="YAML file for `serve run`, such as configs/eagle3.yaml"
-    )
-    parser.add_argument(
-        "--model",
-        action="store_true",
-        help="check the models' files even if they have to be downloaded first; local ones are always checked",
-    )
-    return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

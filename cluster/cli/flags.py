@@ -20,6 +20,7 @@ ALIASES = {
     "model": ("--model-path",),
     "tp_size": ("--tp", "--tensor-parallel-size"),
     "context_length": ("--max-model-len",),
+    "hf_overrides": ("--json-model-override-args",),
     "mem_fraction_static": ("--mem-fraction",),
     "server.served_model_name": ("--served-model-name",),
     "server.any_model_name": ("--any-model-name",),

@@ -1,4 +1,6 @@
-"""`specray serve [FILE] [flags]`: merge file and flags into one configuration, validate it and start the launcher.
+"""`specray serve` and `specray check`: merge a file and flags into one configuration and validate it.
+
+`serve` then starts the launcher, and `check` prints the resources that the configuration needs.
 
 Errors in the configuration are reported here, before Ray starts. `flags` generates the flags from the configuration,
 `check` validates it, and `launcher` replaces this process to start Ray. `supervise` runs both.
@@ -11,8 +13,9 @@ import secrets
 import signal
 import ssl
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
+from math import inf
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,11 +23,25 @@ import yaml
 
 from cluster.api import proxy
 from cluster.api.trace_context import check_tracing_packages
-from cluster.cli.check import IMPORT_PATH, Json, check_document, check_keys, find_files, load, suggestion
+from cluster.app import absent_models
+from cluster.cli.check import (
+    IMPORT_PATH,
+    Json,
+    check_document,
+    check_keys,
+    check_paths,
+    find_files,
+    load,
+    suggestion,
+    summary,
+)
+from cluster.cli.engine_flags import answer
 from cluster.cli.flags import add_flags, given, overridden
+from cluster.cli.plan import plan_text
 from cluster.cli.sglang_environment import check_sglang_environment
 from cluster.cli.supervise import FOLDER
 from cluster.config import AppConfig
+from cluster.engine.node_resources import refuse_impossible
 from cluster.serve_variables import LARGE_MESSAGES, ONE_LOOP
 from specray.cli.local_server import refuse_port_in_use
 from specray.errors import ConfigError, SpecRayError
@@ -58,17 +75,17 @@ RAY_OPTIONS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options, unknown = parser().parse_known_args(argv)
+    """The command `serve`."""
     try:
-        _refuse_unknown(unknown)
+        options = _options(parser(), argv)
         document = configuration(options)
-        apps = check_document(document, str(options.file or "command line"))
+        apps = check_document(document, _source(options))
         warnings = [*check_sglang_environment(os.environ, list(apps.values()))]
         if options.print_config:
             print(yaml.safe_dump(document, sort_keys=False), end="")
             _print_warnings(warnings)
             return 0
-        _refuse_what_only_serve_run_does(document, options.file)
+        _refuse_what_only_serve_run_does(document, _source(options))
         if options.address is None:  # elsewhere, other machines have the port and the files
             refuse_port_in_use(document["http_options"]["host"], document["http_options"]["port"])
             check_certificate(document["http_options"])
@@ -85,22 +102,51 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _become_launcher(document, options)
 
 
+def check(argv: Sequence[str] | None = None) -> int:
+    """The command `check`."""
+    try:
+        options = _options(check_parser(), argv)
+        apps = check_document(configuration(options), _source(options))
+        for name, app in apps.items():
+            check_keys(app)
+            check_tracing_packages(app.server.otlp_traces_endpoint)
+            check_paths(app)
+            absent = [] if options.fetch else absent_models(app)
+            if not absent:
+                find_files(app)
+            print(f"{_source(options)}: application {name!r} is valid: {summary(app)}")
+            if absent:
+                print(
+                    f"  not checked, because not on this machine: {', '.join(absent)} (--fetch fetches and checks them)"
+                )
+            print(plan_text(app))
+        _print_warnings([f"on this machine alone: {problem}" for problem in _excess(list(apps.values()))])
+    except (SpecRayError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _excess(apps: Sequence[AppConfig]) -> Iterator[str]:
+    """Why this machine cannot have what the applications reserve, if so."""
+    num_gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    machine = {"CPU": float(len(os.sched_getaffinity(0))), "GPU": float(num_gpus)}
+    custom = {name: inf for app in apps for name in app.placement.rank_resources}
+    try:
+        refuse_impossible(apps, [custom | machine], [app.device == "cuda" for app in apps])
+    except ConfigError as error:
+        yield str(error)
+
+
 def _print_warnings(warnings: Sequence[str]) -> None:
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command's own flags, and one flag per configuration option."""
-    parser = argparse.ArgumentParser(
-        "specray serve", usage="specray serve [FILE] [flags]", description=DESCRIPTION, allow_abbrev=False
-    )
-    parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="YAML file such as configs/eagle3.yaml")
+    """Flags of `serve`."""
+    parser = _parser("specray serve", DESCRIPTION)
     add = parser.add_argument
-    add("--host", help="address of the API (default: from FILE, else 127.0.0.1)")
-    add("--port", type=int, help="port of the API (default: from FILE, else 8000)")
-    add("--ssl-keyfile", metavar="FILE", help="private key of --ssl-certfile, in PEM")
-    add("--ssl-certfile", metavar="FILE", help="certificate and its chain, in PEM: serve HTTPS (default: from FILE)")
     add("--print-config", action="store_true", help="print the configuration as a file for `serve run` and exit")
     ray = parser.add_argument_group("Ray")
     add = ray.add_argument
@@ -121,6 +167,72 @@ def parser() -> argparse.ArgumentParser:
     )
     add_flags(parser, AppConfig)
     return parser
+
+
+def check_parser() -> argparse.ArgumentParser:
+    """Flags of `check`."""
+    parser = _parser(
+        "specray check", "Report all errors in a configuration, or print the resources that it needs. Starts nothing."
+    )
+    parser.add_argument(
+        "--fetch",
+        action="store_true",
+        help="check the models' files even if they have to be downloaded first; local ones are always checked",
+    )
+    add_flags(parser, AppConfig)
+    return parser
+
+
+def _parser(name: str, description: str) -> argparse.ArgumentParser:
+    """The arguments that a configuration is made of, but for the flags of its options."""
+    parser = argparse.ArgumentParser(
+        name, usage=f"{name} [FILE | MODEL] [flags]", description=description, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add(
+        "what",
+        nargs="?",
+        metavar="FILE | MODEL",
+        help="YAML file such as configs/eagle3.yaml; any other name is that of a model, like --model",
+    )
+    add("--host", help="address of the API (default: from FILE, else 127.0.0.1)")
+    add("--port", type=int, help="port of the API (default: from FILE, else 8000)")
+    add("--ssl-keyfile", metavar="FILE", help="private key of --ssl-certfile, in PEM")
+    add("--ssl-certfile", metavar="FILE", help="certificate and its chain, in PEM: serve HTTPS (default: from FILE)")
+    return parser
+
+
+def _options(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments; `file` is set if the first is a file. Raises ConfigError for an unknown flag."""
+    options, unknown = parser.parse_known_args(argv)
+    if problems := [_unknown(flag.partition("=")[0], parser) for flag in unknown if flag.startswith("-")]:
+        raise ConfigError("; ".join(problems))
+    if unknown:
+        raise ConfigError(f"{unknown[0]}: unexpected argument; give one FILE or MODEL, and flags")
+    options.file = None
+    if options.what is not None and _is_configuration(Path(options.what)):
+        options.file = Path(options.what)
+    elif options.what is not None:
+        if "model" in vars(options):
+            raise ConfigError(f"{options.what} and --model {options.model} both name a model; give one of them")
+        options.model = options.what
+    return options
+
+
+def _unknown(flag: str, parser: argparse.ArgumentParser) -> str:
+    if instead := answer(flag):
+        return f"{flag}: SpecRay does not have this flag of SGLang or vLLM; {instead}"
+    names = re.findall(r"--[a-z0-9-]+", parser.format_help())
+    return f"{flag}: unknown flag{suggestion(flag, names)}"
+
+
+def _is_configuration(path: Path) -> bool:
+    return path.suffix in (".yaml", ".yml", ".json") or (path.is_file() and path.suffix.lower() != ".gguf")
+
+
+def _source(options: argparse.Namespace) -> str:
+    """What errors call the configuration."""
+    return str(options.file or "command line")
 
 
 def configuration(options: argparse.Namespace) -> Json:
@@ -176,14 +288,7 @@ def ray_environment(folder: Path, is_local: bool, insecure: bool, environment: M
     return {"RAY_TMPDIR": str(folder)} | RAY_OPTIONS | kept | own | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 
-def _refuse_unknown(arguments: Sequence[str]) -> None:
-    if arguments:
-        names = re.findall(r"--[a-z0-9-]+", parser().format_help())
-        seen = arguments[0].partition("=")[0]
-        raise ConfigError(f"{seen}: unknown flag{suggestion(seen, names)}")
-
-
-def _refuse_what_only_serve_run_does(document: Json, file: Path | None) -> None:
+def _refuse_what_only_serve_run_does(document: Json, source: str) -> None:
     applications = document["applications"]
     others = sorted(document.keys() - PASSED_ON) + [
         f"applications.{number}.{name}"
@@ -193,7 +298,7 @@ def _refuse_what_only_serve_run_does(document: Json, file: Path | None) -> None:
     others += [str(app["import_path"]) for app in applications if app["import_path"] != IMPORT_PATH]
     if others:
         raise ConfigError(
-            f"{file}: {', '.join(others)}: not supported by `specray serve`; remove it or use `serve run`"
+            f"{source}: {', '.join(others)}: not supported by `specray serve`; remove it or use `serve run`"
         )
 
 

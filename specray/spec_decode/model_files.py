@@ -6,7 +6,7 @@ process per rank and, for a large model, minutes.
 
 from specray.config import EngineConfig
 from specray.layers.parallel import RankGroup
-from specray.models.files import resolve_model
+from specray.models.files import target_folder
 from specray.models.registry import check_ranks, context_length, load_config, shape_of
 from specray.models.tokenizer import eos_token_ids, load_tokenizer, sampling_defaults
 from specray.models.weights import WeightReader
@@ -35,7 +35,7 @@ def check_model_files(config: EngineConfig, *, progress: bool = False, uses_samp
 
 
 def _read_target(config: EngineConfig, progress: bool) -> TargetFiles:
-    folder = resolve_model(config.model, config.revision, config.load_format, progress=progress)
+    folder = target_folder(config, progress=progress)
     model_config = load_config(folder)
     shape = shape_of(model_config, RankGroup())
     check_ranks(model_config, config.tp_size)

@@ -9,7 +9,7 @@ import torch
 from specray.config import MAX_TREE_NODES, EngineConfig
 from specray.engine.executor import Capacity
 from specray.layers.parallel import RankGroup
-from specray.models.files import resolve_model
+from specray.models.files import target_folder
 from specray.models.target_model import TargetModel
 from specray.models.tokenizer import eos_token_ids, load_tokenizer
 from specray.ops.cpu.processor import cpu_identity
@@ -63,7 +63,7 @@ def start_worker(
     device = choose_device(config, rank)
     if device.type == "cpu":
         use_threads(config.num_threads or max(1, len(os.sched_getaffinity(0)) // world_size))
-    folder = resolve_model(config.model, config.revision, config.load_format, progress=progress)
+    folder = target_folder(config, progress=progress)
     group = RankGroup(rank, world_size, init_method, device, config.deterministic)
     placement: DraftPlacement = "inline" if colocate is None else colocate.placement
     uses_cuda_ipc = colocate is not None and colocate.uses_cuda_ipc

@@ -26,7 +26,7 @@ from cluster.api.app import create_app
 from cluster.api.completion_protocol import CompletionRequest
 from cluster.api.generate_protocol import GenerateRequest
 from cluster.api.protocol import ChatRequest
-from cluster.cli import check, serve
+from cluster.cli import serve
 from cluster.config import AppConfig
 from specray.cli.main import build_parser
 from specray.config import EngineConfig
@@ -47,7 +47,7 @@ OURS = {name: text for name, text in PAGES.items() if not name.startswith("deplo
 MIGRATING = PAGES["docs/migrating.md"]
 CLIENTS_PAGE = "docs/clients.md"  # `make clients` runs its examples, with packages that are not installed here
 MAKE_TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-CLUSTER_PARSERS = {"serve": serve.parser(), "check": check.parser()}  # not subcommands of build_parser
+CLUSTER_PARSERS = {"serve": serve.parser(), "check": serve.check_parser()}  # not subcommands of build_parser
 TOP_FOLDERS = tuple(f"{path.name}/" for path in ROOT.iterdir() if path.is_dir() and path.name != "build")
 SERVER = "http://127.0.0.1:8000"
 BODIES: dict[str, Any] = {

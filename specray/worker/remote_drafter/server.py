@@ -18,7 +18,7 @@ from specray.channel import Channel, ChannelClosedError
 from specray.config import MAX_TREE_NODES, EngineConfig
 from specray.errors import EngineDeadError
 from specray.layers.parallel import RankGroup
-from specray.models.files import resolve_model
+from specray.models.files import target_folder
 from specray.models.registry import context_length, load_config, resolve_dtype, shape_of
 from specray.models.tokenizer import eos_token_ids, load_tokenizer
 from specray.ops.attention import torch_dtype
@@ -159,7 +159,7 @@ def remote_target_view(config: EngineConfig) -> TargetView:
     `num_slots` is 0: it is known once the target has loaded.
     """
     device = choose_device(config, rank=0)
-    folder = resolve_model(config.model, config.revision, config.load_format, progress=False)
+    folder = target_folder(config, progress=False)
     model_config = load_config(folder)
     return TargetView(
         model=None,

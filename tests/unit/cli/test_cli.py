@@ -90,11 +90,13 @@ def test_ctrl_c_exits_with_status_130(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert capsys.readouterr().err == "interrupted\n"
 
 
-@pytest.mark.parametrize(("command", "module"), [("serve", "supervise"), ("check", "check")])
-def test_commands_of_the_cluster_get_all_arguments(command: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("command", "function"), [("serve", "supervise.main"), ("check", "serve.check")])
+def test_commands_of_the_cluster_get_all_arguments(
+    command: str, function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Unchanged, including --help."""
     seen: list[list[str]] = []
-    monkeypatch.setattr(f"cluster.cli.{module}.main", lambda arguments: seen.append(arguments) or 7)
+    monkeypatch.setattr(f"cluster.cli.{function}", lambda arguments: seen.append(arguments) or 7)
     assert cli.main([command, "x.yaml", "--help"]) == 7
     assert seen == [["x.yaml", "--help"]]
 

@@ -19,7 +19,7 @@ from opentelemetry.trace import StatusCode
 import cluster.api.service
 from cluster.api.trace_context import PACKAGES
 from cluster.api.tracing import Tracer
-from cluster.cli import check
+from cluster.cli import serve
 from specray.engine.request import EngineRequest
 from specray.outputs import RequestTimes
 from specray.sampling_params import SamplingParams
@@ -217,5 +217,5 @@ def test_check_names_the_missing_package(
     file = tmp_path / "serve.yaml"
     file.write_text(SERVE_CONFIG.replace("request_timeout_s: 60", f'otlp_traces_endpoint: "{ENDPOINT}"'))
     monkeypatch.setitem(sys.modules, missing, None)
-    assert check.main([str(file)]) == 2
+    assert serve.check([str(file)]) == 2
     assert "install specray[otel]" in capsys.readouterr().err

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cluster.cli.check import check_file, main
+from cluster.cli.check import check_file
 from cluster.cli.plan import plan_text, total
+from cluster.cli.serve import check as main
 from cluster.config import AppConfig
 from cluster.engine.placement import bundles
 from specray.errors import ConfigError
@@ -86,7 +87,7 @@ def test_check_says_which_models_it_has_not_seen(serve_config: Path, capsys: pyt
     """The name of a model on the hub, or a misspelt one of the package: only fetching it can tell."""
     serve_config.write_text(SERVE_CONFIG.replace("model: smollm2-135m-instruct", "model: smolm2-135m"))
     assert main([str(serve_config)]) == 0
-    assert "not checked, because not on this machine: smolm2-135m (--model" in capsys.readouterr().out
+    assert "not checked, because not on this machine: smolm2-135m (--fetch" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -124,3 +125,13 @@ def application(path: Path, **options: object) -> None:
     document = yaml.safe_load(SERVE_CONFIG)
     document["applications"][0] |= options
     path.write_text(yaml.safe_dump(document))
+
+
+def test_check_takes_the_flags_of_serve(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--model", "smollm2-135m-instruct", "--tp-size", "0"]) == 2
+    assert "command line: specray.args.tp_size=0" in capsys.readouterr().err
+
+
+def test_check_tells_what_this_machine_does_not_have(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["smollm2-135m-instruct", "--server-rank-cpus", "1000"]) == 0
+    assert "warning: on this machine alone: an engine needs 1000.1 CPU on one node" in capsys.readouterr().err

@@ -279,3 +279,14 @@ def test_a_certificate_is_checked_before_ray_starts(
         assert message in capsys.readouterr().err
     assert main([port, f"--ssl-keyfile={good}", f"--ssl-certfile={good}"]) == 0
     assert [options["ssl_certfile"] for options in started] == [str(good)]
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m-instruct", "owner/name", "./folder", "models/x.gguf"])
+def test_the_first_argument_may_be_a_model(name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    _, app = printed(capsys, tmp_path, name, "--tp-size", "2")
+    assert (app.model, app.tp_size) == (name, 2)
+
+
+def test_a_model_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["a/b", "--model", "c/d"]) == 2
+    assert capsys.readouterr().err == "error: a/b and --model c/d both name a model; give one of them\n"

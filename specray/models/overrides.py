@@ -1,0 +1,72 @@
+"""A model's folder with parts of it replaced: keys of config.json (`hf_overrides`), and the chat template.
+
+All readers of the model then see the same files. Everything else in the folder is linked.
+"""
+
+import json
+import tempfile
+from collections.abc import Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from specray.caches import cache_root
+from specray.errors import ConfigError
+
+TEMPLATE_FILE = "chat_template.jinja"  # takes precedence over tokenizer_config.json
+MAX_TEMPLATE_BYTES = 2**20
+
+
+def overridden_folder(folder: Path, hf_overrides: Mapping[str, Any], chat_template: str | None) -> Path:
+    """The folder itself without overrides; else one in the cache, made on first use."""
+    replaced: dict[str, str] = {}
+    if hf_overrides:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        replaced["config.json"] = json.dumps(config | dict(hf_overrides), indent=2)
+    if chat_template is not None:
+        replaced[TEMPLATE_FILE] = _read_template(chat_template)
+    if not replaced:
+        return folder
+    names = sorted(entry.name for entry in folder.iterdir())
+    key = sha256(json.dumps([str(folder.resolve()), names, replaced]).encode()).hexdigest()
+    target = cache_root() / "overrides" / key
+    if not target.is_dir():
+        _write(folder.resolve(), replaced, target)
+    return target
+
+
+def _read_template(name: str) -> str:
+    path = Path(name).expanduser()
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ConfigError(
+            f"chat_template={name!r}: cannot be read: {reason}; name a file with a Jinja template"
+        ) from None
+    if not text.strip() or len(text) > MAX_TEMPLATE_BYTES:
+        raise ConfigError(
+            f"chat_template={name!r} has {len(text)} characters; name a file with a Jinja template of 1 to "
+            f"{MAX_TEMPLATE_BYTES} characters"
+        )
+    return text
+
+
+def _write(folder: Path, replaced: Mapping[str, str], target: Path) -> None:
+    """Make the folder at once, for processes that make it at the same time."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".linking-") as scratch:
+            made = Path(scratch) / "model"
+            made.mkdir()
+            for entry in folder.iterdir():
+                if entry.name not in replaced:
+                    (made / entry.name).symlink_to(entry)
+            for name, text in replaced.items():
+                (made / name).write_text(text, encoding="utf-8")
+            made.replace(target)
+    except OSError as error:
+        if not target.is_dir():  # no other process has made it either
+            raise ConfigError(
+                f"cannot write to {target.parent}: {error}; set SPECRAY_CACHE to another folder"
+            ) from error
