@@ -22,6 +22,14 @@ class RouterInfo(NamedTuple):
     node_id: str = ""  # of the router's node; empty outside of Ray
     without_graphs: tuple[str, ...] = ()  # see Capacity
 
+    def summary(self) -> str:
+        """One line for the log."""
+        nodes = ", ".join(dict.fromkeys(self.rank_nodes))
+        return (
+            f"{self.model}, {self.dtype}, {len(self.rank_nodes)} ranks on {nodes}, context of {self.context_length} "
+            f"tokens, KV cache of {self.num_kv_tokens} tokens, at most {self.max_draft_tokens} draft tokens"
+        )
+
 
 class DesiredDrafter(NamedTuple):
     """The drafter that an operator wants all engines to use. The one set last wins."""

@@ -23,7 +23,9 @@ TENANT = "tenant"  # in the request's state
 
 
 class RequireKey:
-    """Middleware that passes requests with a valid key and requests to `open_paths`. Others get 401.
+    """Middleware that passes requests with a valid key and requests to `open_paths`.
+
+    Others get 401, or 403 for a key of the other kind.
 
     `keys` open all routes except admin routes, which need one of `admin_keys`. With `keys=None`, only admin routes
     require a key.
@@ -48,7 +50,7 @@ class RequireKey:
             scope.setdefault("state", {})[TENANT] = name
             await self.app(scope, receive, send)
         elif scope["type"] == "http":
-            await _refusal()(scope, receive, send)
+            await self._refusal(scope)(scope, receive, send)
         else:
             await send({"type": "websocket.close", "code": 1008})
 
@@ -61,6 +63,20 @@ class RequireKey:
             return ""
         key = _key(scope)
         return keys.owner(key) if keys is not None and key is not None else None
+
+    def _refusal(self, scope: Scope) -> Response:
+        for keys, problem in (
+            (self._keys, "this key has no admin rights; send one of server.admin_key_file"),
+            (self._admin_keys, "this key is for the admin routes only; send one of server.api_key_file"),
+        ):
+            if keys is not None and (key := _key(scope)) is not None and keys.owner(key) is not None:
+                return error_response(ApiError(403, problem, code="insufficient_permissions"))
+        error = ApiError(
+            401, "missing or invalid API key; send the header Authorization: Bearer KEY", code="invalid_api_key"
+        )
+        response = error_response(error)
+        response.headers["www-authenticate"] = "Bearer"
+        return response
 
 
 async def _tenant_of(request: Request) -> str:
@@ -86,12 +102,3 @@ def _key(scope: Scope) -> bytes | None:
         return keys[0].strip().encode("latin-1")
     scheme, _, key = values[0].partition(" ") if len(values) == 1 else ("", "", "")
     return key.strip().encode("latin-1") if scheme.lower() == "bearer" else None
-
-
-def _refusal() -> Response:
-    error = ApiError(
-        401, "missing or invalid API key; send the header Authorization: Bearer KEY", code="invalid_api_key"
-    )
-    response = error_response(error)
-    response.headers["www-authenticate"] = "Bearer"
-    return response

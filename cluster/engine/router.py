@@ -88,7 +88,7 @@ class Router:
         self._background = [asyncio.create_task(work) for work in (self._maintain(), self._heartbeat_loop())]
         for task in self._background:
             task.add_done_callback(self._notice_end)
-        logger.info("engine ready: %s", self._info)
+        logger.info("engine ready: %s", self._info.summary())
 
     async def __del__(self) -> None:
         """Serve awaits this when the replica stops, after its calls have ended."""

@@ -275,7 +275,7 @@ class RouterClient:
             if isinstance(item, RouterInfo):
                 self.info = item
                 self._on_open()
-                logger.info("connected to the router %s: %s", self.replica_id, item)
+                logger.info("connected to the router %s", self.replica_id)
             elif isinstance(item, RouterHeartbeat):
                 self._heartbeat, self._heartbeat_at = item, asyncio.get_running_loop().time()
             elif isinstance(item, ConnectionEnd):

@@ -10,14 +10,13 @@ from http import HTTPStatus
 from math import inf
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from specray.bench.exchange import exchange, request_bytes
 from specray.bench.ledger import Ending, Outcome
 from specray.bench.open_loop import GAUGES, Load, Report, at_quantile, idle_after, run
 from specray.bench.plots import can_plot, save_load_plot
 from specray.bench.prompts import load_prompts
-from specray.cli.arguments import KEY_VARIABLE, add_api_key, number_above_0, number_from_0, positive, share
+from specray.cli.arguments import KEY_VARIABLE, add_api_key, add_url, number_above_0, number_from_0, positive, share
 from specray.errors import ConfigError
 from specray.tables import format_table
 
@@ -32,7 +31,7 @@ QUANTILES = (50, 90, 99)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--url", type=server_url, default="http://127.0.0.1:8000", help="URL of the server (default: %(default)s)")
+    add_url(parser)
     add("--rate", type=number_above_0, default=1.0, metavar="R", help="conversations per second (default: %(default)s)")
     add("--seconds", type=number_above_0, default=10.0, metavar="S", help="duration (default: %(default)s)")
     prompts = parser.add_mutually_exclusive_group()
@@ -80,14 +79,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", type=Path, metavar="FILE", help="also write all figures and each request to FILE")
     add("--plot", type=Path, metavar="FILE", help="also draw latencies to FILE, a PNG; needs matplotlib")
     add_api_key(parser)
-
-
-def server_url(text: str) -> str:
-    """The URL without a path: clients' base URLs end with /v1."""
-    parts = urlsplit(text)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise argparse.ArgumentTypeError(f"{text!r} is no URL of a server; give one such as http://127.0.0.1:8000")
-    return text.rstrip("/").removesuffix("/v1")
 
 
 def run_command(options: argparse.Namespace) -> int:

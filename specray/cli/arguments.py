@@ -3,7 +3,9 @@
 import argparse
 import os
 from math import inf, nan
+from urllib.parse import urlsplit
 
+DEFAULT_URL = "http://127.0.0.1:8000"
 KEY_VARIABLE = "SPECRAY_API_KEY"
 
 
@@ -47,6 +49,19 @@ def _number(text: str) -> float:
         return float(text)
     except ValueError:
         return nan
+
+
+def server_url(text: str) -> str:
+    """The address of a server, from one that may have no scheme or be that of its API, as clients of OpenAI's take."""
+    url = text if "://" in text else f"http://{text}"
+    if not url.startswith(("http://", "https://")) or not urlsplit(url).hostname:
+        raise argparse.ArgumentTypeError(f"{text!r} is not the address of a server, such as {DEFAULT_URL}")
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def add_url(parser: argparse.ArgumentParser) -> None:
+    """Add --url."""
+    parser.add_argument("--url", type=server_url, default=DEFAULT_URL, help="URL of the server (default: %(default)s)")
 
 
 def add_api_key(parser: argparse.ArgumentParser) -> None:

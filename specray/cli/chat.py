@@ -9,14 +9,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from specray.cli.arguments import KEY_VARIABLE, add_api_key
+from specray.cli.arguments import KEY_VARIABLE, add_api_key, add_url
 from specray.errors import SpecRayError
 
 if TYPE_CHECKING:
     from openai import OpenAI
 
 HELP = "Type a message. /reset clears the conversation, /exit or Ctrl-D exits, Ctrl-C stops an answer."
-DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 class ServerError(SpecRayError):
@@ -118,7 +117,7 @@ class Chat:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", default=DEFAULT_URL, help="URL of the server (default: %(default)s)")
+    add_url(parser)
     add_api_key(parser)
     parser.add_argument("--model", help="model name (default: the first one that the server lists)")
     parser.add_argument("--system", metavar="TEXT", help="system message")

@@ -9,34 +9,23 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from textwrap import fill
 from typing import Any, NamedTuple
 from urllib.error import HTTPError, URLError
 from urllib.request import ProxyHandler, Request, build_opener
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from specray.cli.arguments import KEY_VARIABLE, add_api_key
-from specray.cli.chat import DEFAULT_URL, ServerError
+from specray.cli.arguments import KEY_VARIABLE, add_api_key, add_url
+from specray.cli.chat import ServerError
 from specray.tables import format_table
 
 HELP = "Show load, speed, acceptance, cache use and faults of a running server's replicas, until Ctrl-C."
 TIMEOUT_S = 5.0
 CLEAR = "\x1b[H\x1b[J"  # cursor home, clear the screen
-HEADERS = (
-    "replica",
-    "ranks",
-    "drafter",
-    "last token",
-    "running",
-    "queued",
-    "tokens/s",
-    "accept len now",
-    "overall",
-    "KV used",
-    "cache hits",
-    "draft faults",
-    "preemptions",
-)
+WIDTH = 100
+LOAD = ("replica", "drafter", "last token", "running", "queued", "tokens/s", "KV used", "cache hits")
+DRAFTS = ("replica", "ranks", "accept len", "overall", "draft faults", "preemptions")
 
 Json = dict[str, Any]
 Counts = Mapping[str, float]  # of one replica: metric -> its sum over all labels
@@ -73,7 +62,7 @@ class ReplicaStatus(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", default=DEFAULT_URL, help="URL of the server (default: %(default)s)")
+    add_url(parser)
     add_api_key(parser)
     parser.add_argument(
         "--interval", type=float, default=2.0, metavar="SECONDS", help="time between updates (default: %(default)s)"
@@ -135,13 +124,18 @@ def replica_statuses(before: ServerStatus, now: ServerStatus) -> list[ReplicaSta
 
 
 def as_text(url: str, before: ServerStatus, now: ServerStatus) -> str:
-    """A headline and the table of replicas."""
+    """A headline, tables of the replicas' load and of their ranks and drafts, and why drafters are absent."""
+    headline = fill(_headline(url, now), WIDTH, break_on_hyphens=False)
     rows = replica_statuses(before, now)
-    absent = "".join(
-        f"\n{row.replica} decodes without drafts: {row.drafter_absence}" for row in rows if row.drafter_absence
-    )
-    table = format_table(HEADERS, [_cells(row) for row in rows])
-    return f"{_headline(url, now)}\n\n{table}{absent}" if now.counts else _headline(url, now)
+    if not rows:
+        return headline
+    tables = (format_table(LOAD, [*map(_load, rows)]), format_table(DRAFTS, [*map(_drafts, rows)]))
+    absent = [
+        fill(f"{row.replica} decodes without drafts: {row.drafter_absence}", WIDTH)
+        for row in rows
+        if row.drafter_absence
+    ]
+    return "\n\n".join([headline, *tables, *absent])
 
 
 def as_json(url: str, before: ServerStatus, now: ServerStatus) -> str:
@@ -196,19 +190,25 @@ def _headline(url: str, now: ServerStatus) -> str:
     return f"{url}: {state}; {info['model']}, {drafts}{where}, {engines}, {info.get('num_failovers', 0)} failovers"
 
 
-def _cells(row: ReplicaStatus) -> list[str]:
+def _load(row: ReplicaStatus) -> list[str]:
     return [
         row.replica,
-        _ranks(row.rank_nodes),
         f"{row.drafter} (absent)" if row.drafter_absence else row.drafter,
         _or_dash(row.since_token_s, "{:.1f} s ago"),
         str(row.num_running),
         str(row.num_waiting),
         f"{row.tokens_per_s:.1f}",
-        _or_dash(row.accept_length, "{:.2f}"),
-        _or_dash(row.accept_length_overall, "{:.2f}"),
         f"{row.kv_usage:.0%}",
         _or_dash(row.cache_hit_rate, "{:.0%}"),
+    ]
+
+
+def _drafts(row: ReplicaStatus) -> list[str]:
+    return [
+        row.replica,
+        _ranks(row.rank_nodes),
+        _or_dash(row.accept_length, "{:.2f}"),
+        _or_dash(row.accept_length_overall, "{:.2f}"),
         str(row.num_draft_faults),
         str(row.num_preemptions),
     ]

@@ -3,6 +3,7 @@
 import io
 import json
 import threading
+from argparse import ArgumentTypeError
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from specray.cli import main as cli
+from specray.cli.arguments import server_url
 from specray.cli.chat import Answer
 
 PIECES = ["Par", "is", "."]
@@ -129,3 +131,14 @@ def test_a_server_with_keys_gets_that_of_the_option_or_the_environment(
 def test_an_answer_without_speculation_has_no_accept_length() -> None:
     answer = Answer("x", {"completion_tokens": 4}, seconds=2.0)
     assert answer.summary() == "4 tokens, 2.0 tokens/s"
+
+
+@pytest.mark.parametrize("text", ["http://a:1", "http://a:1/", "http://a:1/v1", "http://a:1/v1/", "a:1"])
+def test_an_address_may_be_that_of_the_api(text: str) -> None:
+    assert server_url(text) == "http://a:1"
+
+
+@pytest.mark.parametrize("text", ["ftp://a", "http://", ""])
+def test_an_address_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ArgumentTypeError, match="is not the address of a server"):
+        server_url(text)

@@ -20,44 +20,42 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def test_a_model_without_overrides_is_its_own_folder(tiny_model: Path) -> None:
-    assert overridden_folder(tiny_model, {}, None) == tiny_model
+def test_a_model_without_overrides_is_its_own_folder(stories: Path) -> None:
+    assert overridden_folder(stories, {}, None) == stories
 
 
-def test_keys_of_the_configuration_are_replaced(tiny_model: Path) -> None:
-    before = (tiny_model / "config.json").read_bytes()
-    folder = overridden_folder(tiny_model, {"rope_theta": 500.0}, None)
+def test_keys_of_the_configuration_are_replaced(stories: Path) -> None:
+    before = (stories / "config.json").read_bytes()
+    folder = overridden_folder(stories, {"rope_theta": 500.0}, None)
     assert json.loads((folder / "config.json").read_text()) == json.loads(before) | {"rope_theta": 500.0}
-    assert (tiny_model / "config.json").read_bytes() == before
-    assert (folder / "tokenizer.json").resolve() == (tiny_model / "tokenizer.json").resolve()
-    assert overridden_folder(tiny_model, {"rope_theta": 500.0}, None) == folder
-    assert overridden_folder(tiny_model, {"rope_theta": 501.0}, None) != folder
+    assert (stories / "config.json").read_bytes() == before
+    assert (folder / "tokenizer.json").resolve() == (stories / "tokenizer.json").resolve()
+    assert overridden_folder(stories, {"rope_theta": 500.0}, None) == folder
+    assert overridden_folder(stories, {"rope_theta": 501.0}, None) != folder
 
 
-def test_the_model_computes_with_the_replaced_keys(tiny_model: Path) -> None:
+def test_the_model_computes_with_the_replaced_keys(stories: Path) -> None:
     texts = []
     for overrides in ({}, {"rope_theta": 2.0}):
-        with LLM(model=str(tiny_model), device="cpu", max_total_tokens=512, hf_overrides=overrides) as llm:
+        with LLM(model=str(stories), device="cpu", max_total_tokens=512, hf_overrides=overrides) as llm:
             params = SamplingParams(max_tokens=24, temperature=0.0)
             texts.append(llm.generate(["Once upon a time"], params)[0].choices[0].text)
     assert texts[0] != texts[1]
 
 
-def test_a_chat_template_is_read_from_a_file(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_chat_template_is_read_from_a_file(stories: Path, tmp_path: Path) -> None:
     template = tmp_path / "mine.jinja"
     template.write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
-    config = EngineConfig(model=str(tiny_model), chat_template=str(template))
+    config = EngineConfig(model=str(stories), chat_template=str(template))
     assert chat_template(load_tokenizer(target_folder(config, progress=False))) == template.read_text()
 
 
 @pytest.mark.parametrize(
     ("content", "message"), [(None, "cannot be read: No such file"), (b"", "has 0 characters"), (b"\xff", "not UTF-8")]
 )
-def test_an_unusable_template_is_an_error(
-    content: bytes | None, message: str, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_an_unusable_template_is_an_error(content: bytes | None, message: str, stories: Path, tmp_path: Path) -> None:
     template = tmp_path / "mine.jinja"
     if content is not None:
         template.write_bytes(content)
     with pytest.raises(ConfigError, match=message):
-        overridden_folder(tiny_model, {}, str(template))
+        overridden_folder(stories, {}, str(template))

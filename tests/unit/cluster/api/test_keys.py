@@ -152,7 +152,7 @@ def test_every_route_except_probes_requires_a_key(serve: Serve, key_file: Path) 
                         assert reply.headers["www-authenticate"] == "Bearer"
                 for headers in ({"authorization": f"bearer {BOB}"}, {"x-api-key": BOB}):
                     right = await server.http.request(method, path, headers=headers)
-                    assert (right.status_code == 401) is (path == FLUSH_CACHE), (method, path)  # an admin route
+                    assert (right.status_code == 403) is (path == FLUSH_CACHE), (method, path)  # an admin route
 
     asyncio.run(scenario())
 
@@ -240,6 +240,30 @@ def test_admin_routes_require_an_admin_key(keys: KeyRing | None) -> None:
         headers = [(b"authorization", f"Bearer {key}".encode())]
         statuses(RequireKey(inner, keys, admin_keys), "/admin/drafter", "test", headers=headers)
     assert passed == ["root"]
+
+
+@pytest.mark.parametrize(
+    ("path", "key", "status"),
+    [
+        ("/admin/drafter", ALICE, 403),  # a client's key
+        ("/admin/drafter", NEXT, 401),
+        ("/v1/models", BOB, 403),  # an operator's
+        ("/v1/models", NEXT, 401),
+    ],
+)
+def test_a_key_of_the_other_kind_gets_403_with_the_reason(path: str, key: str, status: int) -> None:
+    async def inner(scope: Any, receive: Any, send: Any) -> None: ...
+
+    guarded = RequireKey(inner, KeyRing([("alice", ALICE)]), KeyRing([("root", BOB)]))
+
+    async def ask() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(guarded), base_url="http://test") as client:
+            return await client.get(path, headers=bearing(key))
+
+    reply = asyncio.run(ask())
+    reason = {401: "missing or invalid API key", 403: "this key"}
+    assert reply.status_code == status
+    assert reply.json()["error"]["message"].startswith(reason[status])
 
 
 def test_two_authorization_headers_are_rejected() -> None:
