@@ -58,6 +58,8 @@ ANSWERS: dict[str, str] = {
     "use the flags --speculative-*: docs/migrating.md lists its keys": "speculative-config -sc",
     "use --speculative-budget, which adapts the trees by default": "speculative-adaptive*",
     "use --hf-overrides": "model-class-overrides",
+    "use --server-generation-config: whether the model's defaults apply": "generation-config sampling-defaults",
+    "use --server-response-store-mib": "enable-response-store file-storage-path",
     "use --disable-overlap-schedule to turn it off; it is on by default": "async-scheduling",
     "use --address to join a Ray cluster, and --placement-across-nodes": (
         "nnodes node-rank headless master-* dist-init-addr nccl-init-addr nccl-port use-ray -n -r "
@@ -168,9 +170,8 @@ ANSWERS: dict[str, str] = {
         "default-chat-template-kwargs chat-template-content-format trust-request-* response-role reasoning-effort-map"
     ),
     "not supported: the reasoning parser is enough": "reasoning-config enable-strict-thinking strip-thinking-cache",
-    "not supported: defaults of requests are not configured": (
-        "override-generation-config generation-config sampling-defaults preferred-sampling-params "
-        "default-priority-value allow-auto-truncate"
+    "not supported: other defaults than those of the model's generation_config.json": (
+        "override-generation-config preferred-sampling-params default-priority-value allow-auto-truncate"
     ),
     "not supported: a KV type for some layers": "kv-cache-dtype-skip-layers quantization-param-path *dequant-dtype",
     "not supported: convert the checkpoint beforehand": "modelopt-* quantize-and-serve quantization-config *quant*",
@@ -180,7 +181,6 @@ ANSWERS: dict[str, str] = {
         "speculative-use-block-verification speculative-* uno-*"
     ),
     "not supported: tools that the server runs itself": "tool-server tool-strict-level",
-    "not supported: responses are not stored": "enable-response-store file-storage-path",
     "not supported: hidden states and experts are not returned": (
         "*return-hidden-states* *return-aux-hidden-state* *return-indexer-topk *routed-experts *sampling-mask* "
         "aux-output-config"

@@ -30,6 +30,8 @@ ALIASES = {
     "server.otlp_traces_endpoint": ("--otlp-traces-endpoint",),
 }
 
+SEVERAL = {"server.served_model_name"}  # options whose flags take several values, as in vLLM, or one with commas
+
 
 class Flag(NamedTuple):
     """One option of the tree."""
@@ -121,6 +123,8 @@ def _add(group: Any, flag: Flag) -> None:
     common: dict[str, Any] = {"dest": flag.dotted, "default": argparse.SUPPRESS, "help": flag.help}
     if flag.types == [bool]:
         group.add_argument(*flag.names, action=argparse.BooleanOptionalAction, **common)
+    elif flag.dotted in SEVERAL:
+        group.add_argument(*flag.names, nargs="+", metavar="NAME", **common)
     else:
         group.add_argument(*flag.names, type=flag.parse, metavar=_metavar(flag.types), **common)
 

@@ -179,6 +179,7 @@ def _start_ray(address: str | None, dashboard_port: int | None) -> None:
         token = os.environ["RAY_AUTH_TOKEN_PATH"]
         exporters = Path(os.environ["RAY_TMPDIR"], "ray/prom_metrics_service_discovery.json")
         print(f"Ray's dashboard: http://127.0.0.1:{dashboard_port}, with the token in {token}", flush=True)
+        print(f"for `serve deploy`: export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={token}", flush=True)
         print(f"exporters for Prometheus: {exporters}", flush=True)
 
 

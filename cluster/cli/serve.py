@@ -36,7 +36,7 @@ from cluster.cli.check import (
     summary,
 )
 from cluster.cli.engine_flags import answer
-from cluster.cli.flags import add_flags, given, overridden
+from cluster.cli.flags import SEVERAL, add_flags, given, overridden
 from cluster.cli.plan import plan_text
 from cluster.cli.sglang_environment import check_sglang_environment
 from cluster.cli.supervise import FOLDER
@@ -210,6 +210,11 @@ def _options(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> arg
     if unknown:
         raise ConfigError(f"{unknown[0]}: unexpected argument; give one FILE or MODEL, and flags")
     options.file = None
+    for name in SEVERAL & vars(options).keys():
+        values = [part for value in vars(options)[name] for part in value.split(",")]
+        if options.what is None and len(values) > 1 and _is_configuration(Path(values[-1])):
+            options.what = values.pop()  # the file behind such a flag
+        setattr(options, name, values)
     if options.what is not None and _is_configuration(Path(options.what)):
         options.file = Path(options.what)
     elif options.what is not None:

@@ -290,3 +290,21 @@ def test_the_first_argument_may_be_a_model(name: str, capsys: pytest.CaptureFixt
 def test_a_model_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["a/b", "--model", "c/d"]) == 2
     assert capsys.readouterr().err == "error: a/b and --model c/d both name a model; give one of them\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (["--served-model-name", "a"], ["a"]),
+        (["--served-model-name", "a", "b"], ["a", "b"]),
+        (["--served-model-name", "a,b"], ["a", "b"]),
+        (["--served-model-name", "a", "b", str(EAGLE3)], ["a", "b"]),
+        ([str(EAGLE3), "--served-model-name", "a", "b", "--tp-size", "1"], ["a", "b"]),
+    ],
+)
+def test_a_model_may_have_several_names(
+    arguments: list[str], names: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    _, app = printed(capsys, tmp_path, *arguments)
+    assert app.server.served_model_name == names
+    assert app.model == "smollm2-135m-instruct"
