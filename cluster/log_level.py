@@ -17,6 +17,12 @@ def set_log_level(level: str) -> None:
     """Set the level of this process's loggers; `level` is a name in lower case."""
     for name in _LOGGERS:
         logging.getLogger(name).setLevel(level.upper())
+    logging.getLogger("ray.serve").addFilter(_is_readable)
+
+
+def _is_readable(record: logging.LogRecord) -> bool:
+    """False for messages of Serve that show its objects, which tell only its developers something."""
+    return " object at 0x" not in record.getMessage()
 
 
 def set_log_level_from_environment() -> None:

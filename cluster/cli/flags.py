@@ -6,6 +6,7 @@
 import argparse
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
+from itertools import chain
 from types import NoneType
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
@@ -101,8 +102,8 @@ def add_flags(parser: argparse.ArgumentParser, model: type[BaseModel]) -> None:
 
 def given(options: argparse.Namespace, model: type[BaseModel]) -> dict[str, Any]:
     """Values of the flags on the command line, by dotted name."""
-    values = vars(options)
-    return {flag.dotted: values[flag.dotted] for flag in flags(model) if flag.dotted in values}
+    values = {flag.dotted: vars(options)[flag.dotted] for flag in flags(model) if flag.dotted in vars(options)}
+    return {name: list(chain(*value)) if name in SEVERAL else value for name, value in values.items()}
 
 
 def overridden(tree: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,7 +125,7 @@ def _add(group: Any, flag: Flag) -> None:
     if flag.types == [bool]:
         group.add_argument(*flag.names, action=argparse.BooleanOptionalAction, **common)
     elif flag.dotted in SEVERAL:
-        group.add_argument(*flag.names, nargs="+", metavar="NAME", **common)
+        group.add_argument(*flag.names, nargs="+", type=flag.parse, metavar="NAME", **common)
     else:
         group.add_argument(*flag.names, type=flag.parse, metavar=_metavar(flag.types), **common)
 

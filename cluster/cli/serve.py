@@ -94,8 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 check_tracing_packages(app.server.otlp_traces_endpoint)
                 find_files(app)
     except (SpecRayError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return _failed(error)
     if warning := exposure(document["http_options"]["host"], apps):
         warnings.append(warning)
     _print_warnings(warnings)
@@ -122,9 +121,16 @@ def check(argv: Sequence[str] | None = None) -> int:
             print(plan_text(app))
         _print_warnings([f"on this machine alone: {problem}" for problem in _excess(list(apps.values()))])
     except (SpecRayError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return _failed(error)
     return 0
+
+
+def _failed(error: Exception) -> int:
+    if isinstance(error, OSError) and error.filename is not None:
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+    else:
+        print(f"error: {error}", file=sys.stderr)
+    return 2
 
 
 def _excess(apps: Sequence[AppConfig]) -> Iterator[str]:
@@ -211,10 +217,9 @@ def _options(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> arg
         raise ConfigError(f"{unknown[0]}: unexpected argument; give one FILE or MODEL, and flags")
     options.file = None
     for name in SEVERAL & vars(options).keys():
-        values = [part for value in vars(options)[name] for part in value.split(",")]
-        if options.what is None and len(values) > 1 and _is_configuration(Path(values[-1])):
-            options.what = values.pop()  # the file behind such a flag
-        setattr(options, name, values)
+        values = vars(options)[name]
+        if options.what is None and len(values) > 1 and _is_configuration(Path(values[-1][0])):
+            (options.what,) = values.pop()  # the file behind such a flag
     if options.what is not None and _is_configuration(Path(options.what)):
         options.file = Path(options.what)
     elif options.what is not None:

@@ -59,9 +59,15 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def block_signals() -> set[signal.Signals]:
-    """Block the signals that end a process, except ignored ones, until the program waits for them. Returns them."""
-    ending = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    signals = {number for number in ending if signal.getsignal(number) is not signal.SIG_IGN}
+    """Block the signals that end a process, until the program waits for them. Returns them.
+
+    A program that a script starts in the background ignores SIGINT, but a server is stopped by it. `nohup` still works.
+    """
+    signals = {signal.SIGINT, signal.SIGTERM}
+    for number in signals:
+        signal.signal(number, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signals.add(signal.SIGHUP)
     signal.pthread_sigmask(signal.SIG_BLOCK, signals | {signal.SIGCHLD})
     return signals
 

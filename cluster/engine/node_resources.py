@@ -71,4 +71,4 @@ def _refuse_if_no_node_has(part: Bundle, nodes: Sequence[Mapping[str, float]], w
 
 
 def _error(need: str, have: float, name: str) -> ConfigError:
-    return ConfigError(f"{need}, and the Ray cluster has {have:g} and does not grow; {REMEDIES.get(name, OTHER)}")
+    return ConfigError(f"{need}, and there are {have:g}; {REMEDIES.get(name, OTHER)}")

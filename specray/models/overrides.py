@@ -22,7 +22,7 @@ def overridden_folder(folder: Path, hf_overrides: Mapping[str, Any], chat_templa
     replaced: dict[str, str] = {}
     if hf_overrides:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        replaced["config.json"] = json.dumps(config | dict(hf_overrides), indent=2)
+        replaced["config.json"] = json.dumps(_merged(config, hf_overrides), indent=2)
     if chat_template is not None:
         replaced[TEMPLATE_FILE] = _read_template(chat_template)
     if not replaced:
@@ -33,6 +33,17 @@ def overridden_folder(folder: Path, hf_overrides: Mapping[str, Any], chat_templa
     if not target.is_dir():
         _write(folder.resolve(), replaced, target)
     return target
+
+
+def _merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Older keys of rotary embeddings also replace their part of `rope_parameters`, which would win over them."""
+    merged = dict(config) | dict(overrides)
+    rope = config.get("rope_parameters")
+    if isinstance(rope, Mapping) and "rope_parameters" not in overrides:
+        scaling = overrides.get("rope_scaling", rope) or {"rope_type": "default"}
+        theta = overrides.get("rope_theta", rope.get("rope_theta"))
+        merged["rope_parameters"] = dict(scaling) | ({} if theta is None else {"rope_theta": theta})
+    return merged
 
 
 def _read_template(name: str) -> str:

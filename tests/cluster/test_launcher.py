@@ -236,6 +236,7 @@ def test_a_signal_while_starting_ends_everything(
         stdout=writer,
         stderr=(tmp_path / "log").open("wb"),
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),  # as in the background of a script
     )
     os.close(writer)
     time.sleep(moment_s)

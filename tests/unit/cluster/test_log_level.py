@@ -49,3 +49,11 @@ def test_a_process_without_a_level_keeps_its_own(monkeypatch: pytest.MonkeyPatch
 
 def test_processes_of_several_applications_take_the_most_verbose_level() -> None:
     assert most_verbose(["error", "debug", "warning"]) == "debug"
+
+
+def test_messages_that_show_objects_are_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    set_log_level("info")
+    logger = logging.getLogger("ray.serve")
+    logger.info("Started %s.", object())
+    logger.info("connected")
+    assert [record.getMessage() for record in caplog.records if record.name == "ray.serve"] == ["connected"]

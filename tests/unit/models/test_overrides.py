@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,6 +33,29 @@ def test_keys_of_the_configuration_are_replaced(stories: Path) -> None:
     assert (folder / "tokenizer.json").resolve() == (stories / "tokenizer.json").resolve()
     assert overridden_folder(stories, {"rope_theta": 500.0}, None) == folder
     assert overridden_folder(stories, {"rope_theta": 501.0}, None) != folder
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rope"),
+    [
+        ({"rope_theta": 7.0}, {"rope_type": "linear", "factor": 2.0, "rope_theta": 7.0}),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5.0},
+        ),
+        ({"rope_scaling": None}, {"rope_type": "default", "rope_theta": 5.0}),
+        ({"rope_parameters": {"rope_theta": 9.0}}, {"rope_theta": 9.0}),
+        ({"eos_token_id": 1}, {"rope_type": "linear", "factor": 2.0, "rope_theta": 5.0}),
+    ],
+)
+def test_keys_of_older_checkpoints_replace_those_of_newer_ones(
+    overrides: dict[str, Any], rope: dict[str, Any], tmp_path: Path
+) -> None:
+    old = {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5.0}}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(old))
+    folder = overridden_folder(tmp_path / "model", overrides, None)
+    assert json.loads((folder / "config.json").read_text())["rope_parameters"] == rope
 
 
 def test_the_model_computes_with_the_replaced_keys(stories: Path) -> None:
