@@ -17,7 +17,7 @@ class RouterInfo(NamedTuple):
     max_draft_tokens: int
     eos_token_ids: list[int]
     dtype: str  # of the target's weights and KV
-    is_batch_invariant: bool  # see Capacity
+    has_one_text: bool  # see Capacity
     rank_nodes: tuple[str, ...]  # address of each rank's node
     node_id: str = ""  # of the router's node; empty outside of Ray
     without_graphs: tuple[str, ...] = ()  # see Capacity

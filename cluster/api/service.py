@@ -386,7 +386,7 @@ class Service:
         info = self._info()
         arithmetic = " and ".join(filter(None, (self.config.quantization, info.dtype)))
         speculative, most = self.drafter_rollout.speculative, info.max_draft_tokens
-        return SpeculationCapabilities(speculative, most, arithmetic, info.is_batch_invariant)
+        return SpeculationCapabilities(speculative, most, arithmetic, info.has_one_text)
 
     def _metadata(self, prefix: str, params: SamplingParams) -> ReplyMetadata:
         assert params.seed is not None

@@ -25,11 +25,11 @@ class SpeculationCapabilities:
     """The speculation options that requests may set: the current drafter, and trees up to its size."""
 
     def __init__(
-        self, speculative: SpeculativeConfig, max_draft_tokens: int, arithmetic: str, is_batch_invariant: bool
+        self, speculative: SpeculativeConfig, max_draft_tokens: int, arithmetic: str, has_one_text: bool
     ) -> None:
-        """`arithmetic` is the quantization of the weights and the dtype; see Capacity for `is_batch_invariant`."""
+        """`arithmetic` is the quantization of the weights and the dtype; see Capacity for `has_one_text`."""
         self._speculative = speculative
-        self._arithmetic, self._is_batch_invariant = arithmetic, is_batch_invariant
+        self._arithmetic, self._has_one_text = arithmetic, has_one_text
         self.speculates = speculative.has_drafter
         # Each drafter's algorithm by name; a single drafter has no name.
         self.drafters = {drafter.name: drafter.algorithm for drafter in speculative.drafters}
@@ -82,7 +82,7 @@ class SpeculationCapabilities:
                 "num_steps": {"min": 1, "max": self.num_steps} if speculates else None,
                 "num_draft_tokens": {"min": 2, "max": self.num_draft_tokens} if speculates else None,
             },
-            "output": _output(self._speculative, self._arithmetic, self._is_batch_invariant),
+            "output": _output(self._speculative, self._arithmetic, self._has_one_text),
             "options": {
                 "exact": EXACT_OPTIONS,
                 "refused": sorted(ChatRequest.refused_fields()),
@@ -110,10 +110,10 @@ class SpeculationCapabilities:
 EXACT_OPTIONS = sorted(SamplingParams.__dataclass_fields__)
 
 
-def _output(speculative: SpeculativeConfig, arithmetic: str, is_batch_invariant: bool) -> Json:
+def _output(speculative: SpeculativeConfig, arithmetic: str, has_one_text: bool) -> Json:
     """Exactness of greedy and sampled output: the text of plain decoding, its distribution, or neither."""
     output = {"arithmetic": arithmetic} | _verified_output(speculative)
-    return output if is_batch_invariant else output | {"one_seed_one_text": False, "rounding": ROUNDING}
+    return output if has_one_text else output | {"one_seed_one_text": False, "rounding": ROUNDING}
 
 
 def _verified_output(speculative: SpeculativeConfig) -> Json:

@@ -382,7 +382,7 @@ def _info(config: AppConfig, engine: Engine, rank_nodes: tuple[str, ...]) -> Rou
         max_draft_tokens=capacity.max_draft_tokens,
         eos_token_ids=capacity.eos_token_ids,
         dtype=capacity.dtype,
-        is_batch_invariant=capacity.is_batch_invariant,
+        has_one_text=capacity.has_one_text,
         rank_nodes=rank_nodes,
         node_id=ray.get_runtime_context().get_node_id() if ray.is_initialized() else "",
         without_graphs=capacity.without_graphs,

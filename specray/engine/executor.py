@@ -16,7 +16,9 @@ class Capacity(NamedTuple):
     reads_next_token: bool = False  # the draft KV of a block also depends on the token after it
     dtype: str = "float32"  # of the target's weights and KV
     hardware: str = ""  # that the target runs on; equal where steps take equally long
-    is_batch_invariant: bool = True  # a token's logits have the same bits in any batch, tree or prompt chunk
+    # A seed gives one text in any batch, tree or prompt chunk: logits have the same bits, or, in float32, differ by so
+    # little that tests have found no text that changed.
+    has_one_text: bool = True
     without_graphs: tuple[str, ...] = ()  # on a GPU, what has no CUDA graphs though they are wanted, and why
     mixed_prefill_tokens: int = 1024  # prompt tokens of a step in which other requests decode
     max_plans: int = 1  # submitted and not collected; with 2, the ranks never wait for the next plan

@@ -88,11 +88,8 @@ class LoadedTarget:
         )
 
     @property
-    def is_batch_invariant(self) -> bool:
-        """Whether a token's logits have the same bits in any batch, tree or prompt chunk.
-
-        In float32, torch's operations differ too, but by so little that tests have found no text that changed.
-        """
+    def has_one_text(self) -> bool:
+        """See Capacity."""
         is_float32 = self.model.embedding.weight.dtype is torch.float32 and self._config.quantization is None
         return is_float32 or self._has_fixed_sums
 

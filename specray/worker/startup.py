@@ -102,7 +102,7 @@ def start_worker(
         reads_next_token=drafts.reads_next_token,
         dtype=str(target.model.embedding.weight.dtype).removeprefix("torch."),
         hardware=_hardware(device),
-        is_batch_invariant=target.is_batch_invariant,
+        has_one_text=target.has_one_text,
         without_graphs=tuple(without_graphs),
         mixed_prefill_tokens=mixed_prefill_tokens(config, is_gpu=device.type == "cuda"),
     )

@@ -118,4 +118,4 @@ def test_output_does_not_depend_on_compilation_drafts_or_the_batch(
 
 
 def test_float32_keeps_its_promise(engine: Engine) -> None:
-    assert engine.llm._executor.capacity.is_batch_invariant
+    assert engine.llm._executor.capacity.has_one_text

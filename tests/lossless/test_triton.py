@@ -71,7 +71,7 @@ def test_padded_steps_have_the_same_output(toy: Path, tmp_path: Path, interprete
 @pytest.mark.slow
 def test_deterministic_output_in_bfloat16_does_not_depend_on_drafts_or_the_batch(interpreted: dict[str, Any]) -> None:
     found = interpreted["deterministic"]
-    assert found["is_batch_invariant"]
+    assert found["has_one_text"]
     assert found["together"] == found["alone"]
 
 
@@ -92,11 +92,11 @@ def deterministic(toy: Path, folder: Path) -> dict[str, Any]:
     with make_llm(toy, **options) as llm:
         attention = llm._executor.worker._backend.runner.attention
         assert isinstance(attention, TritonAttention), attention
-        is_batch_invariant = llm._executor.capacity.is_batch_invariant
+        has_one_text = llm._executor.capacity.has_one_text
         requests = zip(PROMPTS, PARAMS, strict=True)
         alone = [llm.generate([prompt], params)[0].choices[0].token_ids for prompt, params in requests]
     [together] = outputs(toy, folder, ["EAGLE3"], **options).values()
-    return {"is_batch_invariant": is_batch_invariant, "alone": alone, "together": together}
+    return {"has_one_text": has_one_text, "alone": alone, "together": together}
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ def make_budget(config: EngineConfig, speculative: SpeculativeConfig, capacity: 
     """The budget that `speculative.budget` names; costs that were learnt before are read."""
     most, kind = speculative.max_step_draft_tokens, speculative.budget
     if kind is None:
-        has_one_text = capacity.is_batch_invariant and speculative.ignores_drafts
+        has_one_text = capacity.has_one_text and speculative.ignores_drafts
         kind = "auto" if capacity.learns_budget and has_one_text and speculative.has_drafter else "static"
     if kind == "static":
         return StaticBudget(most)

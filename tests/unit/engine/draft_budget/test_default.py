@@ -20,7 +20,7 @@ SIMULATED = {"simulate_accept_length": 2.0, "simulate_output_is_meaningless": Tr
         (NGRAM, {}, True),
         ({}, {}, False),
         (NGRAM, {"learns_budget": False}, False),
-        (NGRAM, {"is_batch_invariant": False}, False),
+        (NGRAM, {"has_one_text": False}, False),
         (NGRAM | {"verification": "rejection"}, {}, False),
         (NGRAM | LOSSY, {}, False),
         (NGRAM | SIMULATED, {}, False),
