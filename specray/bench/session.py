@@ -47,9 +47,7 @@ class Session:
         """The budget of a server on this machine with these options: see `make_budget`."""
         capacity = self._llm.engine.capacity
         learns = (
-            capacity.is_batch_invariant
-            and speculative.ignores_drafts
-            and self.target.embedding.weight.device.type == "cpu"
+            capacity.has_one_text and speculative.ignores_drafts and self.target.embedding.weight.device.type == "cpu"
         )
         return speculative.budget or ("auto" if learns else "static")
 
