@@ -1,6 +1,8 @@
 """The supported architectures and their classes."""
 
 import json
+import logging
+import re
 from pathlib import Path
 
 import torch
@@ -48,6 +50,8 @@ _SIZES = (
 _OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "sliding_window")
 MAX_SIZE = 2**31 - 1
 MAX_LAYERS = 10_000
+
+logger = logging.getLogger(__name__)
 
 
 def load_config(folder: Path) -> PretrainedConfig:
@@ -139,6 +143,8 @@ def load_model(
         positions = context_length(model_config, config.context_length)
         with fixed_order(config.deterministic):
             model = MODELS[_architectures(model_config)[0]](model_config, loader, positions)
+        if group.leads:
+            _warn_of_unread(loader, model.shape.num_layers, _architectures(model_config)[0])
         layers = list(model.layers)
         model.fused, model.is_row_wise = fused_decoder(layers, model.rotary, model.shape.eps), are_row_wise(layers)
         around = embed_and_head(model.embedding, model.norm, model.head, model.shape.vocab_size)
@@ -147,6 +153,21 @@ def load_model(
         return model
     finally:
         loader.close()
+
+
+def _warn_of_unread(loader: Loader, num_layers: int, architecture: str) -> None:
+    """Log tensors that the architecture does not have, other than MTP layers and tables of positions."""
+    own = re.compile(r"model\.(embed_tokens|norm|layers\.(?P<layer>\d+))\.(?!.*rotary_emb\.)|lm_head\.")
+    unread = [name for name in loader.unread() if (match := own.match(name)) and int(match["layer"] or 0) < num_layers]
+    if unread:
+        logger.warning(
+            "%d tensors of %s are not part of %s and have no effect, as in transformers: %s%s",
+            len(unread),
+            loader.folder,
+            architecture,
+            ", ".join(unread[:3]),
+            ", …" if len(unread) > 3 else "",
+        )
 
 
 def _read_config(folder: Path) -> PretrainedConfig:

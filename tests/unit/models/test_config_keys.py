@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
@@ -268,3 +269,19 @@ def test_a_missing_output_matrix_is_refused_unless_the_embedding_is_shared(tmp_p
     change_config(tmp_path, tie_word_embeddings=False)
     with pytest.raises(ConfigError, match=r"tie_word_embeddings=false.*no tensor lm_head.weight.*set tie_word_emb"):
         load(tmp_path)
+
+
+def test_tensors_without_effect_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write("mistral", tmp_path)
+    load(tmp_path)
+    assert not caplog.records
+    tensors = load_file(tmp_path / "model.safetensors")
+    extra = {f"model.layers.1.self_attn.{part}": torch.ones(8) for part in ("q_norm.weight", "rotary_emb.inv_freq")}
+    extra |= {"model.layers.2.eh_proj.weight": torch.ones(8)}  # an MTP layer
+    save_file(tensors | extra, tmp_path / "model.safetensors")
+    load(tmp_path)
+    [record] = caplog.records
+    assert "1 tensors of" in record.message
+    assert (
+        "MistralForCausalLM and have no effect, as in transformers: model.layers.1.self_attn.q_norm.w" in record.message
+    )
