@@ -60,7 +60,7 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: Params | Sequence[Params] | None = None,
+        sampling_params: Params | Sequence[Params] | None = None,
         *,
         cache_salt: str = "",
         draft_limits: Sequence[DraftLimit] | None = None,
@@ -69,19 +69,19 @@ class LLM:
     ) -> list[Generation]:
         """Complete one prompt (a text or token ids) or several, in order; `draft_limits` has one entry per prompt.
 
-        So has `predictions`: expected outputs, which are drafted while the output agrees with them. Without `params`,
-        the options are `default_params`; a dict names options of SamplingParams.
+        So has `predictions`: expected outputs, which are drafted while the output agrees with them. Without
+        `sampling_params` they are `default_params`; a dict names fields of SamplingParams.
 
         InvalidRequestError if one of the prompts is invalid; then none is run.
         """
         token_ids = [self._tokens(prompt) for prompt in _listed(prompts, "prompts")]
         expected = [self._tokens(text, add_special_tokens=False) for text in _listed(predictions or [], "predictions")]
-        return self._generate(token_ids, params, cache_salt, draft_limits, expected, progress)
+        return self._generate(token_ids, sampling_params, cache_salt, draft_limits, expected, progress)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        params: Params | Sequence[Params] | None = None,
+        sampling_params: Params | Sequence[Params] | None = None,
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Message] = (),
@@ -96,7 +96,7 @@ class LLM:
             render_chat(self.tokenizer, conversation, add_generation_prompt, tools, chat_template_kwargs)
             for conversation in _conversations(messages)
         ]
-        return self._generate(token_ids, params, "", None, [], progress)
+        return self._generate(token_ids, sampling_params, "", None, [], progress)
 
     @property
     def default_params(self) -> SamplingParams:
@@ -144,9 +144,13 @@ class LLM:
         if isinstance(params, SamplingParams | Mapping):
             return [_params(params)] * num_prompts
         if isinstance(params, str) or not isinstance(params, Sequence):
-            raise _wrong_type("params", params, "SamplingParams, a dict of its options, or a list with one per prompt")
+            raise _wrong_type(
+                "sampling_params", params, "SamplingParams, a dict of its options, or a list with one per prompt"
+            )
         if len(params) != num_prompts:
-            raise InvalidRequestError(f"{num_prompts} prompts have {len(params)} params; pass one for each", "params")
+            raise InvalidRequestError(
+                f"{num_prompts} prompts have {len(params)} sampling_params; pass one for each", "sampling_params"
+            )
         return [_params(each) for each in params]
 
     def _tokens(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
@@ -257,12 +261,13 @@ def _params(params: Params) -> SamplingParams:
     if isinstance(params, SamplingParams):
         return params
     if not isinstance(params, Mapping):
-        raise _wrong_type("params", params, "SamplingParams or a dict of its options")
+        raise _wrong_type("sampling_params", params, "SamplingParams or a dict of its options")
     known = [field.name for field in fields(SamplingParams)]
     if unknown := [str(name) for name in params if name not in known]:
         close = get_close_matches(unknown[0], known, 1, 0.5)
         raise InvalidRequestError(
-            f"params has no option {unknown[0]!r}; {f'did you mean {close[0]}?' if close else 'leave it out'}", "params"
+            f"sampling_params has no option {unknown[0]!r}; {f'did you mean {close[0]}?' if close else 'leave it out'}",
+            "sampling_params",
         )
     return make_sampling_params(**params)
 

@@ -35,7 +35,7 @@ def test_one_prompt_in_any_form_is_a_list_of_one(llm: LLM) -> None:
     expected = ids(llm.generate(["the on"], SamplingParams(temperature=0, max_tokens=4)))
     assert len(expected) == 1
     for prompt in ("the on", tokens, [tokens], tuple(tokens)):
-        assert ids(llm.generate(prompt, GREEDY)) == expected
+        assert ids(llm.generate(prompt, sampling_params=GREEDY)) == expected
     assert ids(llm.generate(["the on", tokens], [GREEDY, SamplingParams(**GREEDY)])) == expected * 2
     assert ids(llm.generate("the on", GREEDY, predictions="the")) == expected
     assert llm.generate([]) == []
@@ -69,13 +69,13 @@ def test_the_models_sampling_defaults_apply_without_params_only(llm: LLM) -> Non
         (lambda llm: llm.generate({"prompt": "a"}), "prompts is dict"),
         (lambda llm: llm.generate(["a", None]), "a prompt is NoneType None; pass a text or a list of token ids"),
         (lambda llm: llm.generate([[1.5]]), "a prompt is list"),
-        (lambda llm: llm.generate("a", 3), "params is int 3; pass SamplingParams, a dict"),
-        (lambda llm: llm.generate("a", "greedy"), "params is str 'greedy'; pass SamplingParams"),
-        (lambda llm: llm.generate(["a"], [None]), "params is NoneType None"),
-        (lambda llm: llm.generate(["a", "b"], [{}]), "2 prompts have 1 params; pass one for each"),
+        (lambda llm: llm.generate("a", 3), "sampling_params is int 3; pass SamplingParams, a dict"),
+        (lambda llm: llm.generate("a", "greedy"), "sampling_params is str 'greedy'; pass SamplingParams"),
+        (lambda llm: llm.generate(["a"], [None]), "sampling_params is NoneType None"),
+        (lambda llm: llm.generate(["a", "b"], [{}]), "2 prompts have 1 sampling_params; pass one for each"),
         (
             lambda llm: llm.generate("a", {"max_new_tokens": 3}),
-            "params has no option 'max_new_tokens'; did you mean max",
+            "sampling_params has no option 'max_new_tokens'; did you mean max",
         ),
         (lambda llm: llm.generate("a", {"temperature": -1}), "temperature=-1: Input should be greater"),
         (lambda llm: llm.generate("a", predictions=["b", "c"]), "1 prompts have 2 predictions"),

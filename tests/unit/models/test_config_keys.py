@@ -285,3 +285,13 @@ def test_tensors_without_effect_are_logged(tmp_path: Path, caplog: pytest.LogCap
     assert (
         "MistralForCausalLM and have no effect, as in transformers: model.layers.1.self_attn.q_norm.w" in record.message
     )
+
+
+@pytest.mark.parametrize("model_type", ["gemma3_text", "gpt_oss", "a_model_of_next_year"])
+def test_another_architecture_is_refused_with_those_that_are_served(model_type: str, tmp_path: Path) -> None:
+    config = _SIZES | {"model_type": model_type, "architectures": ["NextForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        ConfigError, match=r"architectures=\[NextForCausalLM\], which is not supported; .*Qwen3ForCausalLM"
+    ):
+        load_config(tmp_path)
