@@ -51,6 +51,9 @@ SAFEGUARDS: dict[str, tuple[Safeguard, ...]] = {
         Safeguard("tests/chaos/service.py", '"gcs_storage": "rocksdb", "gcs_storage_path": str(folder / "gcs")', ""),
     ),
     "node lost": (NO_FAILOVER,),
+    "request of death: crash": (
+        Safeguard("cluster/routing/router_pool.py", "                await self._refuse_poison(event)\n", ""),
+    ),
     "redeployed": (NO_DRAIN, NO_FAILOVER),
     "clients leave": (
         Safeguard(

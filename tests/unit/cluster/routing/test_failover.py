@@ -105,13 +105,14 @@ def test_a_stall_that_exceeds_the_lease_refuses_and_loses_nothing(serve: Serve) 
         options = {"max_running_requests": 1, "max_queued_requests": 1}
         async with serve(**SLOW, **options, server={"lease_s": 1.0, "metrics_interval_s": 0.1}) as server:
             (client,) = server.router_pool._clients.values()
-            under_way = [asyncio.create_task(stream(server, BODY)) for _ in range(2)]
+            await server.until(lambda: server.router_pool.since_token_s < 1.0)  # the router's first probe is done
+            under_way = [asyncio.create_task(stream(server, BODY | {"max_tokens": 400})) for _ in range(2)]
             await server.until(lambda: client.refusal is not None)
             for _ in range(2):
                 time.sleep(1.5)  # stalls the event loop on purpose
                 replies = [server.http.post("/v1/completions", json=BODY) for _ in range(4)]
                 assert {reply.status_code for reply in await asyncio.gather(*replies)} <= {200, 429}
-            assert [text_of(events) for events in await asyncio.gather(*under_way)] == [repeated(120)] * 2
+            assert [text_of(events) for events in await asyncio.gather(*under_way)] == [repeated(400)] * 2
             assert list(server.router_pool._clients.values()) == [client]
             assert server.router_pool.num_failovers == 0
 
