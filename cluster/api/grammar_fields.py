@@ -28,13 +28,13 @@ _MEMBERS: dict[str, GrammarKind] = {
     "grammar": "ebnf",
     "structural_tag": "structural_tag",
 }
-# Members that only choose between implementations or forms of white space; the grammar is the same.
-_HARMLESS_MEMBERS = (
-    "disable_fallback",
-    "disable_any_whitespace",
-    "disable_additional_properties",
-    "whitespace_pattern",
-)
+# Members without effect: JSON always has one form, without further white space.
+_HARMLESS_MEMBERS = ("disable_fallback", "disable_any_whitespace")
+# Members that would change the grammar -> what to do instead.
+_REFUSED_MEMBERS = {
+    "disable_additional_properties": "put additionalProperties: false into the schema",
+    "whitespace_pattern": "leave it out; JSON always has one form here",
+}
 _SCHEMA = "response_format.schema"
 _FORMAT_MEMBERS: dict[str, tuple[str, ...]] = {
     "text": (),
@@ -108,6 +108,9 @@ def _structured_outputs(value: object) -> GrammarSpec | None:
     if not isinstance(value, Mapping):
         raise InvalidRequestError(f"{param}={short_repr(value)}: expected an object", param)
     members = {name: member for name, member in value.items() if member not in (None, False)}
+    for name, advice in _REFUSED_MEMBERS.items():
+        if name in members:
+            raise InvalidRequestError(f"{param}.{name} is not supported; {advice}", f"{param}.{name}")
     wanted = [name for name in members if name not in _HARMLESS_MEMBERS]
     if len(wanted) != 1 or wanted[0] not in (*_MEMBERS, "json_object"):
         raise InvalidRequestError(

@@ -292,6 +292,9 @@ class OpenAIRequest(Sampling, GrammarFields, RequestOptions):
             )
         return self
 
+    def _ignored_parts(self) -> list[str]:
+        return [f"stream_options.{name}" for name in (self.stream_options or StreamOptions()).model_extra or {}]
+
     @property
     def reply_options(self) -> ReplyOptions:
         stream = self.stream_options or StreamOptions()

@@ -56,6 +56,10 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "text", "schema": SCHEMA}}, "response_format.schema", "has no member 'schema'"),
     ({"response_format": {"type": "json_object", "strict": True}}, "response_format.strict", "has no member"),
     ({"response_format": {"type": ["text"]}}, "response_format", "expected an object of type"),
+    *(
+        ({"structured_outputs": {"json": SCHEMA, name: value}}, f"structured_outputs.{name}", "is not supported")
+        for name, value in (("disable_additional_properties", True), ("whitespace_pattern", " "))
+    ),
     ({"response_format": {"type": "xml"}}, "response_format", "expected an object of type"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "expected an object with a schema"),
     (

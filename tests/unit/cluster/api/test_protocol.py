@@ -102,6 +102,10 @@ def test_unsupported_fields_are_rejected(name: str) -> None:
 def test_unknown_fields_are_accepted_and_listed() -> None:
     body = ChatRequest.model_validate({"messages": [USER], "user": "me", "frobnicate": 1, "x" * 500: 2})
     assert body.ignored_fields == ["user", "frobnicate", "x" * 64]
+    options = {"stream": True, "stream_options": {"include_obfuscation": False}}
+    assert CompletionRequest.model_validate({"prompt": "a", **options}).ignored_fields == [
+        "stream_options.include_obfuscation"
+    ]
 
 
 def test_calls_of_earlier_turns_are_accepted_as_agents_send_them() -> None:
