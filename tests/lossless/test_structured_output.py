@@ -268,7 +268,7 @@ def test_a_request_waits_until_its_grammar_is_compiled(
         (make_grammar("regex", "(a"), "unclosed group"),
         (make_grammar("ebnf", "root ::= root"), "no finite text matches: the rule 'root' requires itself"),
         (make_grammar("ebnf", "root ::= other"), "not defined"),
-        (make_grammar("structural_tag", {"format": {"type": "poem"}}), "structural_tag cannot be compiled"),
+        (make_grammar("structural_tag", {"format": {"type": "poem"}}), "structural tag cannot be compiled at format"),
     ],
 )
 def test_a_grammar_without_output_is_refused_before_anything_runs(
