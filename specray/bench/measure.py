@@ -121,7 +121,14 @@ class ConversationRunner:
             ignore_eos=settings.ignore_eos,
             seed=settings.seed + number,
         )
-        return BenchRequest(render_chat(self._tokenizer, conversation), params)
+        return BenchRequest(_encoded(self._tokenizer, conversation), params)
+
+
+def _encoded(tokenizer: PreTrainedTokenizerFast, conversation: list[dict[str, str]]) -> list[int]:
+    """Token ids up to the start of the answer. Without a chat template: of the texts, each in a line of its own."""
+    if tokenizer.chat_template is not None:
+        return render_chat(tokenizer, conversation)
+    return list(tokenizer.encode("\n".join(message["content"] for message in conversation)))
 
 
 def _spread(mean: int, spread: float, number: int) -> int:

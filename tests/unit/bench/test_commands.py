@@ -39,6 +39,13 @@ def test_variants_with_heads_and_a_map_answer_like_plain(
     assert "accepted at depth, given the depth above" in capsys.readouterr().out
 
 
+def test_a_model_without_a_chat_template_continues_the_prompts(stories: Path, prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "bench.json"
+    arguments = ["bench", "--arms", "plain,ngram", "--turns", "2", "--json", str(out), *common(stories, prompts)]
+    assert cli.main(arguments) == 0
+    assert json.loads(out.read_text())["arms"]["ngram"]["identical_to_plain"] == 1.0
+
+
 def test_tune_writes_a_block_that_a_configuration_takes(
     toy: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,6 +17,8 @@ PROMPTS = [Prompt(id=i, category="ab"[i % 2], turns=(f"question {i}", f"more {i}
 class Tokenizer(PreTrainedTokenizerFast):
     """One token per character."""
 
+    chat_template = "any"
+
     def __init__(self) -> None:
         pass
 
