@@ -118,7 +118,9 @@ def read_description(folder: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}); give a folder of answers") from None
+        raise ConfigError(
+            f"{path} cannot be read ({error}); give a folder of answers, or make them with --prompts or --self-prompts"
+        ) from None
     for name, kind in _FIELDS.items():
         if not isinstance(content, dict) or not isinstance(content.get(name), kind):
             raise ConfigError(f"{path}: {name} is missing or not a {kind.__name__}; write the answers again")
