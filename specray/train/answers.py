@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing import get_context, parent_process
+from multiprocessing import get_context, parent_process, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from random import Random
@@ -90,10 +90,15 @@ def _generate_all(options: AnswerOptions, progress: bool) -> None:
         return
     context = get_context("spawn")
     workers = [context.Process(target=_generate, args=(options, part, progress)) for part in range(options.generators)]
-    for worker in workers:
-        worker.start()
     with _terminated_together(workers):
         try:
+            resource_tracker.ensure_running()  # the first worker would start it, which unblocks SIGINT
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # workers get it once they can end quietly
+            try:
+                for worker in workers:
+                    worker.start()
+            finally:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             for worker in workers:
                 worker.join()
         finally:
@@ -207,7 +212,13 @@ def _generate(options: AnswerOptions, part: int, progress: bool) -> None:
     """One process's share: every `generators`-th request that is not in a shard yet."""
     if (parent := parent_process()) is not None:
         threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    if _Generator(options, part).run(progress):
+    try:
+        if parent is not None:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        is_done = _Generator(options, part).run(progress)
+    except KeyboardInterrupt:  # while the engine was loaded, or a second one
+        is_done = False
+    if is_done:
         return
     if parent is None:
         raise KeyboardInterrupt

@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -145,6 +147,30 @@ def test_sigterm_to_a_run_of_several_processes_writes_what_is_finished(options: 
     finally:
         run.kill()
     assert written_indexes(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pause_s", [0.3, 4.0])
+def test_ctrl_c_while_generators_start_ends_quietly(options: AnswerOptions, tmp_path: Path, pause_s: float) -> None:
+    """A terminal sends it to all processes; children that were importing once printed tracebacks."""
+    command = [sys.executable, "-m", "specray.cli.main", "train", "token-map", "--size", "64"]
+    command += ["--out", str(tmp_path / "map"), "--model", options.model, "--prompts", str(options.prompts[0])]
+    command += ["--samples", "1000000", "--answers", str(tmp_path), "--generators", "2"]
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # background jobs of shells ignore it
+    run = subprocess.Popen(
+        command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=heed
+    )
+    try:
+        wait_until(lambda: len(generators_of(run.pid)) == 2, seconds=60)
+        time.sleep(pause_s)
+        os.killpg(run.pid, signal.SIGINT)
+        _, errors = run.communicate(timeout=60)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(run.pid, signal.SIGKILL)
+    assert run.returncode == 130
+    assert errors.endswith("interrupted\n")
+    assert "Traceback" not in errors
 
 
 def generators_of(pid: int) -> list[int]:
