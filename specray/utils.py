@@ -37,7 +37,7 @@ def launch_server_cmd(
     number = int(chosen) if chosen and chosen.isdecimal() else port or free_port()
     arguments += [] if chosen else ["--port", str(number)]
     arguments += [] if _option(arguments, "--host") else ["--host", host]
-    program = [sys.executable, "-m", "specray.cli.main", "serve", *arguments]
+    program = [sys.executable, "-P", "-m", "specray.cli.main", "serve", *arguments]
     # A session of its own: Ctrl-C in the notebook does not end the server.
     process = subprocess.Popen(program, stdin=subprocess.DEVNULL, start_new_session=True)
     _processes[number] = process

@@ -25,6 +25,7 @@ POLL_S = 0.5  # at most between looks at the child; its end interrupts the wait
 REPEAT_S = 1.0  # until then a signal is the first one again, sent to the process and to its group
 START_LEAVE_S = 10.0  # for the child to end while it starts
 LEAVE_S = 5.0  # for Ray's processes to end by themselves
+KILL_S = 10.0  # for the system to end killed processes
 SCAN_S = 0.1
 
 
@@ -94,7 +95,7 @@ def _wait(child: subprocess.Popen[bytes], signals: set[signal.Signals], folder: 
 def _end_processes(folder: Path, patience_s: float) -> None:
     """Kill the server's processes that have not ended by themselves in this time."""
     give_up = time.monotonic() + patience_s
-    while pids := list(processes_with(FOLDER, folder)):
+    while (pids := list(processes_with(FOLDER, folder))) and time.monotonic() < give_up + KILL_S:
         if time.monotonic() >= give_up:
             for pid in pids:
                 with suppress(ProcessLookupError):

@@ -6,6 +6,7 @@ All readers of the model then see the same files. Everything else in the folder 
 import json
 import tempfile
 from collections.abc import Mapping
+from difflib import get_close_matches
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ def overridden_folder(folder: Path, hf_overrides: Mapping[str, Any], chat_templa
     replaced: dict[str, str] = {}
     if hf_overrides:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        _refuse_unknown(config, hf_overrides)
         replaced["config.json"] = json.dumps(_merged(config, hf_overrides), indent=2)
     if chat_template is not None:
         replaced[TEMPLATE_FILE] = _read_template(chat_template)
@@ -33,6 +35,20 @@ def overridden_folder(folder: Path, hf_overrides: Mapping[str, Any], chat_templa
     if not target.is_dir():
         _write(folder.resolve(), replaced, target)
     return target
+
+
+def _refuse_unknown(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
+    """ConfigError for a key that neither the model's config.json nor its class has: it would change nothing."""
+    from transformers import AutoConfig  # takes a second
+
+    try:
+        known = {"rope_theta", "rope_scaling", *config, *AutoConfig.for_model(str(config.get("model_type"))).to_dict()}
+    except ValueError:  # a type that only the checkpoint's own code knows
+        return
+    if unknown := [key for key in overrides if key not in known]:
+        close = get_close_matches(unknown[0], known, n=1)
+        meant = f"; did you mean {close[0]}?" if close else ""
+        raise ConfigError(f"hf_overrides.{unknown[0]} is no key of a {config.get('model_type')} model{meant}")
 
 
 def _merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -58,6 +58,13 @@ def test_keys_of_older_checkpoints_replace_those_of_newer_ones(
     assert json.loads((folder / "config.json").read_text())["rope_parameters"] == rope
 
 
+def test_a_key_that_the_model_does_not_have_is_an_error(stories: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"hf_overrides.rop_theta is no key of a llama model; did you mean rope_theta\?"
+    ):
+        overridden_folder(stories, {"rop_theta": 2.0}, None)
+
+
 def test_the_model_computes_with_the_replaced_keys(stories: Path) -> None:
     texts = []
     for overrides in ({}, {"rope_theta": 2.0}):
