@@ -8,6 +8,7 @@ from itertools import count, repeat
 from reprlib import repr as short_repr
 from typing import Any, Self, SupportsIndex, cast
 
+from pydantic import ValidationError
 from tqdm import tqdm
 
 from specray.config import EngineConfig, SpeculativeConfig
@@ -233,7 +234,14 @@ def _config_of(model: str | EngineConfig | None, options: dict[str, Any]) -> Eng
         if options:
             raise ConfigError(f"{next(iter(options))} is given beside an EngineConfig; set it in the configuration")
         return model
-    return EngineConfig(**options if model is None else {"model": model, **options})
+    try:
+        return EngineConfig(**options if model is None else {"model": model, **options})
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        close = get_close_matches(name, EngineConfig.model_fields, 1, 0.5) if first["type"] == "extra_forbidden" else []
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ConfigError(f"{name or 'options'}={short_repr(first['input'])}: {first['msg']}{hint}") from None
 
 
 def _listed(prompts: Prompt | Sequence[Prompt], name: str) -> Sequence[Prompt]:

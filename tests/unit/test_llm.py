@@ -94,6 +94,20 @@ def test_options_beside_a_configuration_are_refused(tmp_path: Path) -> None:
         LLM(config, dtype="float32")
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"context_lenght": 9}, "context_lenght=9: Extra inputs are not permitted; did you mean context_length"),
+        ({"dtype": "float8"}, "dtype='float8': Input should be"),
+        ({"speculative": {"algorithm": "EAGLE9"}}, "speculative.algorithm='EAGLE9' is not known"),
+    ],
+)
+def test_a_wrong_option_is_one_clear_error(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as raised:
+        LLM("smollm2-135m-instruct", **options)
+    assert "\n" not in str(raised.value)
+
+
 def test_the_package_has_only_its_public_names() -> None:
     assert specray.LLM is LLM
     with pytest.raises(AttributeError, match="'specray' has no attribute 'LLm'"):
