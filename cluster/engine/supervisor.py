@@ -155,8 +155,9 @@ class DrafterSupervisor:
                 continue
             if self._drafter is None:
                 return "did not start"
-            if self._has_faulted.is_set():
+            if self._has_faulted.is_set() and self._drafter.is_accepted:
                 return "was dropped by its target"
+            self._has_faulted.clear()  # of the drafter before; an idle target notices its end late
             if self._drafter.has_ended():
                 return self._drafter.exit_reason()
         self._wake.clear()

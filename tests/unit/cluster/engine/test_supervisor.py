@@ -204,6 +204,22 @@ def test_a_late_fault_of_a_lost_drafter_does_not_end_the_next_one(ray: FakeRay, 
     assert len(ray.actors) == 2
 
 
+def test_a_fault_that_is_noticed_before_the_next_drafter_is_accepted_does_not_end_it(
+    ray: FakeRay, supervisor: DrafterSupervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor.replace(NGRAM)
+    ray.actors[0].loop.set_exception(RayActorError())
+    until(lambda: supervisor.state.num_restarts == 1)
+    monkeypatch.setattr(HeartbeatFile, "has_loaded", False)
+    supervisor.report_fault()  # an idle target has noticed only now that the first one is gone
+    time.sleep(0.1)
+    monkeypatch.setattr(HeartbeatFile, "has_loaded", True)
+    time.sleep(0.1)
+    assert len(ray.actors) == 2
+    supervisor.report_fault()
+    until(lambda: len(ray.actors) == 3)
+
+
 def test_a_replacement_cancels_a_restart(ray: FakeRay, supervisor: DrafterSupervisor) -> None:
     supervisor.replace(NGRAM)
     ray.loads_at_once = False
