@@ -232,7 +232,7 @@ def test_replicas_are_listed_with_their_load(browser: "Browser", running: Runnin
     with running(num_replicas=2, speculative=NGRAM) as (url, _), opened(browser, url) as page:
         page.wait_for_selector("#replicas tr")
         rows = [re.split(r"\s+", row.inner_text().strip()) for row in page.locator("#replicas tr").all()]
-        assert rows == [[name, "0", "0", "\N{EN DASH}", "0"] for name in ("replica-1", "replica-2")]
+        assert rows == [[name, "0", "0", "\N{EN DASH}", "0", "0"] for name in ("replica-1", "replica-2")]
 
 
 def test_a_stopped_answer_ends_at_the_server_too(browser: "Browser", running: Running) -> None:
