@@ -69,7 +69,7 @@ MAX_DEPTH = 100  # of JSON pointers
 MAX_REFERENCES = 500  # llguidance follows them by recursion
 _EXACT = 2**53  # integers up to here are floating-point numbers
 _LARGEST = 2**63 - 1024  # the largest integer that is a floating-point number and has 64 bits
-_LARGEST_MULTIPLE = 10**12  # of a fraction
+_LARGEST_MULTIPLE = 10**9 - 1  # where nothing else bounds them
 
 
 class _UnenforceableError(Exception):
@@ -423,15 +423,8 @@ def _rewrite_numbers(part: Schema) -> None:
             part[exclusive] = part.pop(name)
     lower = _strictest(part, "minimum", "exclusiveMinimum", 1)
     upper = _strictest(part, "maximum", "exclusiveMaximum", -1)
-    if "multipleOf" in part and _is_fraction(multiple := _number(part, "multipleOf")):
-        if Decimal(multiple) != Decimal(repr(multiple)):
-            raise _UnenforceableError(
-                f"'multipleOf' {multiple} is not exact in floating point, so validators disagree about its multiples; "
-                "use an integer, or a fraction such as 0.5 or 0.25"
-            )
-        limit = Decimal(_LARGEST_MULTIPLE)  # multiples beyond would be rounded
-        lower = max(lower or (-limit, False), (-limit, False))
-        upper = min(upper or (limit, False), (limit, False))
+    if "multipleOf" in part:
+        lower, upper = _bounds_of_multiples(_number(part, "multipleOf"), lower, upper)
     types = _types(part)
     bounds = _integer_bounds if "integer" in types and "number" not in types else _number_bounds
     low, high = bounds(lower, upper)
@@ -452,6 +445,24 @@ def _strictest(part: Schema, inclusive: str, exclusive: str, sign: int) -> _Boun
     for name in (inclusive, exclusive):
         part.pop(name, None)
     return max(bounds, key=lambda bound: (sign * bound[0], bound[1]), default=None)
+
+
+def _bounds_of_multiples(multiple: float, lower: _Bound, upper: _Bound) -> tuple[_Bound, _Bound]:
+    """Multiples without a bound stay short: a long number is a multiple only with its last digit."""
+    limit = Decimal(_LARGEST_MULTIPLE)
+    if _is_fraction(multiple):
+        if Decimal(multiple) != Decimal(repr(multiple)):
+            raise _UnenforceableError(
+                f"'multipleOf' {multiple} is not exact in floating point, so validators disagree about its multiples; "
+                "use an integer, or a fraction such as 0.5 or 0.25"
+            )
+        lower = max(lower or (-limit, False), (-limit, False))  # multiples beyond would be rounded
+        upper = min(upper or (limit, False), (limit, False))
+    if lower is None and (upper is None or upper[0] >= -limit):
+        lower = (-limit, False)
+    if upper is None and (lower is None or lower[0] <= limit):
+        upper = (limit, False)
+    return lower, upper
 
 
 def _integer_bounds(lower: _Bound, upper: _Bound) -> tuple[int | None, int | None]:
