@@ -107,9 +107,8 @@ def _adjust(logits: Tensor, state: SamplingState) -> Tensor:
         logits -= options.presence_penalty * (state.output_counts > 0)
     if state.masks_end_tokens:
         logits[options.eos_token_ids] = -torch.inf
-    for *before, last in options.banned_sequences or ():
-        if not before or state.recent[-len(before) :] == before:
-            logits[last] = -torch.inf
+    if banned := state.banned_tokens():
+        logits[banned] = -torch.inf
     if state.is_allowed is not None:
         logits.masked_fill_(~state.is_allowed, -torch.inf)
     return logits

@@ -79,6 +79,11 @@ class SamplingState:
     def masks_end_tokens(self) -> bool:
         return self.num_output_tokens < self.options.min_tokens and bool(self.options.eos_token_ids)
 
+    def banned_tokens(self) -> list[int]:
+        """The tokens that would complete a banned sequence."""
+        sequences = self.options.banned_sequences or ()
+        return [s[-1] for s in sequences if len(s) == 1 or self.recent[1 - len(s) :] == s[:-1]]
+
     def append(self, token_id: int) -> None:
         """Count a token that was emitted."""
         self.num_output_tokens += 1
