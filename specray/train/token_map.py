@@ -41,7 +41,8 @@ def token_counts(folder: AnswerFolder, vocab_size: int) -> Tensor:
 
 
 def write_token_map(path: Path, ids: Tensor) -> None:
-    """Write a list of ids by frequency, with torch.save if the name ends in .pt, else as JSON."""
+    """Write a list of ids by frequency, with torch.save if the name ends in .pt, else as JSON. Makes its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".pt":
         torch.save(ids.tolist(), path)
     else:

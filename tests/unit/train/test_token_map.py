@@ -38,7 +38,7 @@ def test_more_ids_than_the_vocabulary_are_refused(answers: Path) -> None:
 
 @pytest.mark.parametrize("name", ["map.json", "map.pt"])
 def test_token_map_command_includes_eos(name: str, answers: Path, tmp_path: Path) -> None:
-    path = tmp_path / name
+    path = tmp_path / "new folder" / name
     assert main(["train", "token-map", "--answers", str(answers), "--out", str(path), "--size", "4"]) == 0
     ids = json.loads(path.read_text()) if name.endswith("json") else torch.load(path, weights_only=True)
     assert ids[:3] == [7, 5, 6]
