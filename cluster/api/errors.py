@@ -78,7 +78,7 @@ class ErrorResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if is_anthropic_route(scope):
             error = self._error
-            self.body = _ascii(anthropic_error(error.status, str(error), error.overflow))
+            self.body = _ascii(anthropic_error(error.status, str(error), error.param, error.overflow))
             self.headers["content-length"] = str(len(self.body))
         await super().__call__(scope, receive, send)
 

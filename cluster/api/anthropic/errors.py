@@ -18,18 +18,22 @@ _TYPES = {
     504: "timeout_error",
 }
 
+# By this the tool runner of Anthropic's SDK sends whole conversations instead of threads that a server holds.
+_NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+
 
 def is_anthropic_route(scope: Scope) -> bool:
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", "")).startswith(PREFIX)
 
 
-def anthropic_error(status: int, message: str, overflow: Overflow | None) -> dict[str, Any]:
-    """The body of an error reply, also the data of an error event."""
+def anthropic_error(status: int, message: str, param: str | None, overflow: Overflow | None) -> dict[str, Any]:
+    """The body of an error reply, also the data of an error event. `param` is the field at fault."""
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     if overflow is not None:
         message = _overflow_message(overflow)
-    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": None}
+    details = {"details": _NO_THREADS} if param == "thread" else {}
+    return {"type": "error", "error": {"type": kind, "message": message, **details}, "request_id": None}
 
 
 def _overflow_message(overflow: Overflow) -> str:

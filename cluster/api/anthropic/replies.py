@@ -25,7 +25,9 @@ _EMPTY_BLOCKS: dict[str, Json] = {
 class MessagesReply:
     """One message."""
 
-    framing = Framing(named_event, b"", lambda error: [anthropic_error(error.status, str(error), error.overflow)])
+    framing = Framing(
+        named_event, b"", lambda error: [anthropic_error(error.status, str(error), error.param, error.overflow)]
+    )
 
     def __init__(
         self, metadata: ReplyMetadata, params: SamplingParams, output_format: ChatOutput, num_prompt_tokens: int

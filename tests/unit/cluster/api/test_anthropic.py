@@ -435,6 +435,28 @@ def test_errors_have_anthropics_shape(
     asyncio.run(scenario())
 
 
+def test_the_sdks_tool_runner_goes_on_without_threads(serve: Serve, tokenizer: PreTrainedTokenizerFast) -> None:
+    """It asks for a thread that the server holds, and recognizes the error of a server that has none."""
+    called: list[str] = []
+
+    @anthropic.beta_async_tool
+    async def get_weather(city: str) -> str:
+        """The weather of a city."""
+        called.append(city)
+        return "It is sunny."
+
+    async def scenario() -> None:
+        async with serve(context_length=2048, max_total_tokens=4096) as server:
+            answer_with(server, tokenizer, CALL)
+            runner = anthropic_client(server).beta.messages.tool_runner(**ASKED, tools=[get_weather], max_iterations=2)
+            assert [message.stop_reason async for message in runner] == ["tool_use", "tool_use"]
+            assert called[0] == "Paris"
+            refused = await server.http.post("/v1/messages", json=ASKED | {"thread": {"type": "create"}})
+            assert refused.json()["error"]["details"]["error_code"] == "thread_unsupported_request"
+
+    asyncio.run(scenario())
+
+
 def test_the_key_may_be_sent_as_anthropics_clients_do(serve: Serve, tmp_path: Path) -> None:
     async def scenario() -> None:
         path = tmp_path / "keys"
