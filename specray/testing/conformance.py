@@ -244,7 +244,7 @@ def _engine(config: EngineConfig, **options: Any) -> LLM:
     """An engine with the configured drafter; it shares the weights of the target that `_expected` has loaded."""
     _require(config.speculative.has_drafter, "speculative.algorithm is null; name the drafter to check")
     exact = _exact(config, config.speculative)
-    model, _ = _plain(_exact(config, SpeculativeConfig()))
+    model, _ = _plain(_exact(config, SpeculativeConfig()).model_dump_json())
     return LLM(exact.model_copy(update=options), _model=model)
 
 
@@ -253,17 +253,17 @@ def _run(llm: LLM, params: Sequence[SamplingParams], **options: Any) -> list[Com
 
 
 def _expected(config: EngineConfig, params: Sequence[SamplingParams]) -> list[Completion]:
-    _, outputs = _plain(_exact(config, SpeculativeConfig()))
+    _, outputs = _plain(_exact(config, SpeculativeConfig()).model_dump_json())
     return next(choices for known, choices in outputs if known is params)
 
 
 @lru_cache(maxsize=1)
 def _plain(
-    config: EngineConfig,
+    config_json: str,  # a configuration has dicts, so it cannot be a key
 ) -> tuple[TargetModel, list[tuple[Sequence[SamplingParams], list[Completion]]]]:
     """The target, and its outputs for each list of parameters: one request at a time, without a prefix cache."""
     alone = {"max_running_requests": 1, "disable_radix_cache": True}
-    with LLM(config.model_copy(update=alone)) as llm:
+    with LLM(EngineConfig.model_validate_json(config_json).model_copy(update=alone)) as llm:
         executor = llm.engine.executor
         assert isinstance(executor, LocalExecutor)
         return executor.worker.model, [(params, _run(llm, params)) for params in (SAMPLED, SHORT, GREEDY)]
