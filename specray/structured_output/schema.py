@@ -69,6 +69,7 @@ MAX_DEPTH = 100  # of JSON pointers
 MAX_REFERENCES = 500  # llguidance follows them by recursion
 _EXACT = 2**53  # integers up to here are floating-point numbers
 _LARGEST = 2**63 - 1024  # the largest integer that is a floating-point number and has 64 bits
+_LARGEST_DIVISOR = 10_000  # llguidance has a state for each remainder
 _LARGEST_MULTIPLE = 10**9 - 1  # where nothing else bounds them
 
 
@@ -449,6 +450,8 @@ def _strictest(part: Schema, inclusive: str, exclusive: str, sign: int) -> _Boun
 
 def _bounds_of_multiples(multiple: float, lower: _Bound, upper: _Bound) -> tuple[_Bound, _Bound]:
     """Multiples without a bound stay short: a long number is a multiple only with its last digit."""
+    if multiple > _LARGEST_DIVISOR:
+        raise _UnenforceableError(f"'multipleOf' {multiple} is above {_LARGEST_DIVISOR}; leave it out")
     limit = Decimal(_LARGEST_MULTIPLE)
     if _is_fraction(multiple):
         if Decimal(multiple) != Decimal(repr(multiple)):
