@@ -48,7 +48,8 @@ def config(folder: Path) -> AppConfig:
         context_length=8192,  # the agents' instructions and tools take most of it
         max_total_tokens=32768,
         speculative={"algorithm": "NGRAM"},  # type: ignore[arg-type]
-        server={"api_key_file": str(keys), "served_model_name": NAME},  # type: ignore[arg-type]
+        # The model may write until the context is full, and llm-comply sends no limit.
+        server={"api_key_file": str(keys), "served_model_name": NAME, "default_max_tokens": 1536},  # type: ignore[arg-type]
     )
 
 
