@@ -70,3 +70,8 @@ class EngineDeadError(SpecRayError):
     """The engine has stopped because a rank died or the step loop failed."""
 
     status = 503
+
+
+def is_fault(error: BaseException) -> bool:
+    """Whether it is a fault of a library or of ours: an Exception, or a panic of a Rust library, which is none."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"

@@ -7,6 +7,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.api.errors import INTERNAL_MESSAGE, ApiError, error_response
+from specray.errors import is_fault
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,9 @@ class CatchErrors:
 
         try:
             await self.app(scope, receive, watched_send)
-        except Exception:
+        except BaseException as error:
+            if not is_fault(error):
+                raise
             logger.exception("unexpected error in a request")
             if is_started or scope["type"] != "http":
                 raise

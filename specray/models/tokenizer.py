@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 from jinja2 import TemplateError
 from tokenizers import Encoding, Tokenizer
 
-from specray.errors import ConfigError, InvalidRequestError
+from specray.errors import ConfigError, InvalidRequestError, is_fault
 from specray.models.template_limits import MAX_CPU_S, TemplateLimitError, check_length, cpu_limit
 from specray.sampling_params import make_sampling_params
 
@@ -36,9 +36,7 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerFast":
     try:
         loaded = _load(folder)
     except BaseException as error:
-        # The tokenizers library raises bare Exception for a file it cannot parse. Its panics are not derived from
-        # Exception.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        if not is_fault(error):  # the tokenizers library raises bare Exception for a file it cannot parse, or panics
             raise
         raise ConfigError(
             f"no usable tokenizer in {folder}: {error}; a model folder needs tokenizer.json (or tokenizer.model and "
