@@ -21,7 +21,7 @@ NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 KEY = re.compile(r"[!-~]+")  # printable ASCII without spaces
 
 
-class _Entry(NamedTuple):
+class _KeyEntry(NamedTuple):
     name: str
     digest: bytes  # SHA-256 of the key
 
@@ -31,7 +31,7 @@ class KeyRing:
 
     def __init__(self, pairs: Iterable[tuple[str, str]]) -> None:
         """`pairs` of (name, key)."""
-        self._entries = [_Entry(name, _digest(key.encode())) for name, key in pairs]
+        self._entries = [_KeyEntry(name, _digest(key.encode())) for name, key in pairs]
 
     @classmethod
     def read(cls, path: str, option: str) -> Self:

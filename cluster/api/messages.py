@@ -23,7 +23,7 @@ FunctionName = Annotated[str, Field(pattern=FUNCTION_NAME)]
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
 
 
-class Part(BaseModel):
+class BodyPart(BaseModel):
     """An object inside a body: strict JSON types; fields that are not declared are kept."""
 
     model_config = ConfigDict(frozen=True, extra="allow", strict=True, protected_namespaces=())
@@ -47,7 +47,7 @@ BY_SHAPE = Discriminator(lambda value: "[list]" if isinstance(value, list) else 
 Text = Annotated[str, Tag("[text]")]
 
 
-class FunctionDefinition(Part):
+class FunctionDefinition(BodyPart):
     """A function that the model may call. `parameters` is a JSON schema; null accepts an empty object."""
 
     name: FunctionName
@@ -56,7 +56,7 @@ class FunctionDefinition(Part):
     strict: bool | None = None
 
 
-class Tool(Part):
+class Tool(BodyPart):
     type: Literal["function"]
     function: FunctionDefinition
 
@@ -71,23 +71,23 @@ class Tool(Part):
         return {"type": "function", "function": function}
 
 
-class ChosenFunction(Part):
+class ChosenFunction(BodyPart):
     name: FunctionName
 
 
-class ChosenTool(Part):
+class ChosenTool(BodyPart):
     """A `tool_choice` that names the function to call."""
 
     type: Literal["function"]
     function: ChosenFunction
 
 
-class AllowedTools(Part):
+class AllowedTools(BodyPart):
     mode: Literal["auto", "required"]
     tools: Annotated[list[ChosenTool], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
-class AllowedToolChoice(Part):
+class AllowedToolChoice(BodyPart):
     """A `tool_choice` that lets the model see all tools and call some of them."""
 
     type: Literal["allowed_tools"]
@@ -139,7 +139,7 @@ def _written(arguments: object) -> object:
     return json.dumps(arguments, ensure_ascii=False)
 
 
-class CalledFunction(Part):
+class CalledFunction(BodyPart):
     name: FunctionName
     arguments: Annotated[str, Field(max_length=1_000_000), BeforeValidator(_written)]
 
@@ -153,7 +153,7 @@ class CalledFunction(Part):
         return value if isinstance(value, dict) and depth(value) <= MAX_DEPTH else self.arguments
 
 
-class ToolCall(Part):
+class ToolCall(BodyPart):
     """A call that the assistant made earlier in the conversation."""
 
     id: CallId
@@ -161,7 +161,7 @@ class ToolCall(Part):
     function: CalledFunction
 
 
-class TextPart(Part):
+class TextPart(BodyPart):
     """One part of a message's content. Only text is supported."""
 
     type: Literal["text"]
@@ -187,7 +187,7 @@ def _joined(value: object) -> object:
 JoinedText = Annotated[str, BeforeValidator(_joined, json_schema_input_type=str | list[TextPart])]
 
 
-class Message(Part):
+class Message(BodyPart):
     """One message of a conversation. Only an assistant's message and a tool's may have no content."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]

@@ -231,7 +231,7 @@ class ReplyOptions(NamedTuple):
     prompt_logprobs: bool = False
 
 
-class Prediction(Body):
+class PredictionContent(Body):
     """Output that the client expects. It only suggests drafts: the output is the same without it."""
 
     type: Literal["content"]
@@ -264,7 +264,7 @@ class OpenAIRequest(Sampling, GrammarFields, RequestOptions):
     prompt_logprobs: NumLogprobs | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    prediction: Prediction | None = None
+    prediction: PredictionContent | None = None
     rid: RequestName | None = None
 
     @model_validator(mode="after")

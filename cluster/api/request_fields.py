@@ -12,18 +12,18 @@ from cluster.api.errors import short_repr
 from specray.errors import InvalidRequestError
 
 
-class Refusal(NamedTuple):
+class FieldRefusal(NamedTuple):
     """`accepted` values turn the field off, as null always does; other values get a 400 that ends with `advice`."""
 
     accepted: tuple[object, ...] = ()
     advice: str = "leave it out"
 
 
-Refusals = dict[str, Refusal]
+Refusals = dict[str, FieldRefusal]
 
 
 def _refusals(names: str, *accepted: object, advice: str = "leave it out") -> Refusals:
-    return dict.fromkeys(names.split(), Refusal(accepted, advice))
+    return dict.fromkeys(names.split(), FieldRefusal(accepted, advice))
 
 
 # What no endpoint implements, and what only some endpoints make part of the prompt.

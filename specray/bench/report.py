@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 from specray.bench.measure import Key, Record
-from specray.bench.variants import PLAIN, Reply, Run
+from specray.bench.variants import PLAIN, Run, TimedReply
 from specray.outputs import acceptance_per_depth, add_histograms
 from specray.tables import format_table
 
@@ -125,7 +125,7 @@ def _pairs(records: Sequence[Record], variant: str, base: str) -> list[tuple[Run
     return [(record.run, bases[record.key]) for record in records if record.variant == variant]
 
 
-def _accept_length(replies: Sequence[Reply]) -> float | None:
+def _accept_length(replies: Sequence[TimedReply]) -> float | None:
     usages = [reply.usage for reply in replies if reply.usage is not None]
     num_verify_steps = sum(usage.num_verify_steps for usage in usages)
     return 1 + sum(usage.num_accepted for usage in usages) / num_verify_steps if num_verify_steps else None

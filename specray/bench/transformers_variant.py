@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from specray.bench.first_token import FirstToken
-from specray.bench.variants import TRANSFORMERS, BenchRequest, Reply, Run
+from specray.bench.variants import TRANSFORMERS, BenchRequest, Run, TimedReply
 from specray.ops.cpu.threads import torch_threads
 from specray.sampling_params import SamplingParams
 
@@ -36,7 +36,7 @@ class TransformersVariant:
             replies = [self._answer(request) for request in requests]
         return Run(replies, time.perf_counter() - start, [])
 
-    def _answer(self, request: BenchRequest) -> Reply:
+    def _answer(self, request: BenchRequest) -> TimedReply:
         prompt = torch.tensor([request.token_ids], device=self._model.device)
         clock = FirstToken()
         start = time.perf_counter()
@@ -49,7 +49,7 @@ class TransformersVariant:
             )
         token_ids = output[0, prompt.shape[1] :].tolist()
         seconds = time.perf_counter() - start
-        return Reply(token_ids, clock.time - start, seconds)
+        return TimedReply(token_ids, clock.time - start, seconds)
 
     def _options(self, params: SamplingParams) -> dict[str, Any]:
         min_new_tokens = {"min_new_tokens": params.max_tokens} if params.ignore_eos else {}

@@ -79,7 +79,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SearchResult:
     """Candidates, best first. Those dropped early are last and were measured less."""
 
     ranking: list[Candidate]
@@ -133,7 +133,7 @@ def search(
     batch_sizes: Sequence[int],
     num_rounds: int,
     num_prompts: int,
-) -> Outcome:
+) -> SearchResult:
     """Measure in rounds, and drop the slower half after each but the last."""
     plain: dict[int, list[float]] = {size: [] for size in batch_sizes}
     for candidate in candidates:
@@ -161,7 +161,7 @@ def search(
             gone, left = _ranked(leaving) + gone, [candidate for candidate in left if candidate.tree in kept]
             for candidate in leaving:
                 session.drop(candidate.tree)
-    return Outcome(_ranked(left) + gone, {size: median(speeds) for size, speeds in plain.items()})
+    return SearchResult(_ranked(left) + gone, {size: median(speeds) for size, speeds in plain.items()})
 
 
 def prompts_of_round(prompts: Sequence[Prompt], number: int, count: int) -> list[Prompt]:
@@ -182,7 +182,7 @@ def best_half(ratios: Mapping[str, Mapping[int, float]]) -> set[str]:
     return leaders | set(by_mean[: -(-len(by_mean) // 2)])
 
 
-def to_table(outcome: Outcome) -> str:
+def to_table(outcome: SearchResult) -> str:
     sizes = list(outcome.plain_tokens_per_s)
     by_size = [header for size in sizes for header in (f"tok/s, batch {size}", "x plain")]
     headers = ["tree", "rounds", *by_size, "mean x plain", "accept len"]
@@ -195,7 +195,7 @@ def to_table(outcome: Outcome) -> str:
     return format_table(headers, rows, num_text_columns=1)
 
 
-def output(outcome: Outcome) -> str:
+def output(outcome: SearchResult) -> str:
     best = outcome.best
     if best.score <= 1:
         return (
@@ -216,13 +216,13 @@ def yaml_block(best: Candidate) -> str:
     return f"# specray tune: {measured}\n{yaml.safe_dump({'speculative': best.options}, sort_keys=False)}"
 
 
-def to_json(outcome: Outcome) -> dict[str, Any]:
+def to_json(outcome: SearchResult) -> dict[str, Any]:
     """Everything measured, ready for JSON; `candidates` in the ranking's order."""
     candidates = [{**asdict(c), "speculative": c.speculative.model_dump(), "score": c.score} for c in outcome.ranking]
     return {"best": outcome.best.options, "plain_tokens_per_s": outcome.plain_tokens_per_s, "candidates": candidates}
 
 
-def write_files(folder: Path, outcome: Outcome, config: EngineConfig, settings: Settings, block: str) -> None:
+def write_files(folder: Path, outcome: SearchResult, config: EngineConfig, settings: Settings, block: str) -> None:
     """Write tune.json, speculative.yaml and, if matplotlib is installed, tune.png."""
     folder.mkdir(parents=True, exist_ok=True)
     document = {

@@ -44,7 +44,7 @@ class BenchRequest(NamedTuple):
 
 
 @dataclass(slots=True)
-class Reply:
+class TimedReply:
     """One request's answer and times, in seconds."""
 
     token_ids: list[int] = field(default_factory=list)
@@ -62,7 +62,7 @@ class Reply:
 class Run:
     """One variant's pass over some requests."""
 
-    replies: list[Reply]
+    replies: list[TimedReply]
     seconds: float
     host_shares: list[float]  # of each engine step
     full_tokens: int = 0  # of the steps in which as many requests as allowed were running
@@ -199,7 +199,7 @@ class EngineVariant:
     def run(self, requests: Sequence[BenchRequest], concurrency: int, cache_salt: str) -> Run:
         waiting = [self._request(request, cache_salt) for request in reversed(requests)]
         order = [request.request_id for request in reversed(waiting)]
-        replies: dict[str, Reply] = {}
+        replies: dict[str, TimedReply] = {}
         running: dict[str, float] = {}  # request id -> when it was submitted
         host_shares = []
         full_tokens, full_seconds = 0, 0.0
@@ -208,7 +208,7 @@ class EngineVariant:
             while waiting and len(running) < concurrency:
                 request = waiting.pop()
                 self._engine.add_request(request)
-                running[request.request_id], replies[request.request_id] = time.perf_counter(), Reply()
+                running[request.request_id], replies[request.request_id] = time.perf_counter(), TimedReply()
             is_full, began = len(running) == concurrency, time.perf_counter()
             shares, num_tokens = self._step(running, replies)
             host_shares += shares
@@ -219,7 +219,7 @@ class EngineVariant:
         answers = [replies[request_id] for request_id in order]
         return Run(answers, seconds, host_shares, full_tokens, full_seconds)
 
-    def _step(self, running: dict[str, float], replies: dict[str, Reply]) -> tuple[list[float], int]:
+    def _step(self, running: dict[str, float], replies: dict[str, TimedReply]) -> tuple[list[float], int]:
         """One engine step: its host share, if it did anything, and its tokens."""
         phases = self._engine.stats.labelled["specray_step_seconds_total"]
         before = dict(phases)
@@ -239,7 +239,7 @@ class EngineVariant:
         return EngineRequest(f"{self.name}-{self._num_requests}", request.token_ids, request.params, cache_salt)
 
 
-def _note(reply: Reply, output: RequestOutput, elapsed: float) -> None:
+def _note(reply: TimedReply, output: RequestOutput, elapsed: float) -> None:
     if output.finish_reason is FinishReason.ERROR:
         raise EngineDeadError(f"{output.request_id}: {output.error}")
     if output.token_ids and not reply.token_ids:

@@ -23,7 +23,7 @@ class ServerError(SpecRayError):
 
 
 @dataclass(slots=True)
-class Answer:
+class StreamedAnswer:
     """One streamed answer. `usage` is empty until the stream ends."""
 
     text: str = ""
@@ -69,7 +69,7 @@ def first_model(client: "OpenAI") -> str:
         return client.models.list().data[0].id
 
 
-def stream_answer(client: "OpenAI", answer: Answer, **request: Any) -> Iterator[str]:
+def stream_answer(client: "OpenAI", answer: StreamedAnswer, **request: Any) -> Iterator[str]:
     """Send a request and yield its text as it arrives; `answer` is filled meanwhile. Raises ServerError."""
     start = time.perf_counter()
     with (
@@ -101,7 +101,7 @@ class Chat:
     def ask(self, text: str) -> None:
         """Print the answer to `text` as it arrives. A failed question is removed, a stopped answer kept."""
         self._messages.append({"role": "user", "content": text})
-        answer = Answer()
+        answer = StreamedAnswer()
         try:
             for piece in stream_answer(self._client, answer, messages=self._messages, **self._options):
                 print(piece, end="", flush=True)

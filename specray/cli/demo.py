@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from specray.cli.chat import Answer, ServerError, connect, first_model, stream_answer
+from specray.cli.chat import ServerError, StreamedAnswer, connect, first_model, stream_answer
 from specray.cli.local_server import LocalServer
 from specray.errors import SpecRayError
 from specray.tables import format_table
@@ -34,8 +34,8 @@ LOG_SECONDS = 10
 class Pair(NamedTuple):
     """Two answers to one question."""
 
-    speculative: Answer
-    plain: Answer
+    speculative: StreamedAnswer
+    plain: StreamedAnswer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,7 +84,7 @@ def report(pairs: Sequence[Pair]) -> str:
     return f"\n{format_table(header, rows)}\n\n{_conclusion(pairs)}"
 
 
-def _row(title: str, fast: Answer, plain: Answer) -> list[str]:
+def _row(title: str, fast: StreamedAnswer, plain: StreamedAnswer) -> list[str]:
     return [
         title,
         str(fast.num_tokens),
@@ -114,9 +114,9 @@ def _conclusion(pairs: Sequence[Pair]) -> str:
 
 def _ask(
     client: "OpenAI", model: str, question: str, max_tokens: int, speculate: bool = True, *, show: bool = False
-) -> Answer:
+) -> StreamedAnswer:
     """The complete answer; with `show`, it is printed as it arrives."""
-    answer = Answer()
+    answer = StreamedAnswer()
     messages = [{"role": "user", "content": question}]
     options = {} if speculate else {"extra_body": {"speculative": {"enabled": False}}}
     for piece in stream_answer(

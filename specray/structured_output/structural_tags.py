@@ -51,7 +51,7 @@ _MEMBERS: dict[str, dict[str, bool]] = {
 }
 
 
-class Part(NamedTuple):
+class RulePart(NamedTuple):
     """What a format becomes in a rule. If it is regular, the text may stand in a terminal as well."""
 
     text: str
@@ -72,7 +72,7 @@ class TagRules:
         start = self._in_rule(self._part(format_, "format"))
         return [f"start: {start}", *self._lines]
 
-    def _part(self, value: object, place: str) -> Part:
+    def _part(self, value: object, place: str) -> RulePart:
         format_ = _checked(value, place)
         self._depth += 1
         if self._depth > MAX_DEPTH:
@@ -81,14 +81,14 @@ class TagRules:
         self._depth -= 1
         return part
 
-    def _of_kind(self, format_: Format, place: str) -> Part:
+    def _of_kind(self, format_: Format, place: str) -> RulePart:
         match format_["type"]:
             case "const_string":
                 return self._constant(_text(format_["value"], f"{place}.value"))
             case "json_schema":
                 return self._json(format_, place)
             case "any_text":
-                return Part(_without(_texts(format_.get("excludes", []), f"{place}.excludes")), True)
+                return RulePart(_without(_texts(format_.get("excludes", []), f"{place}.excludes")), True)
             case "regex":
                 return _regex(_text(format_["pattern"], f"{place}.pattern"), place)
             case "grammar":
@@ -115,62 +115,62 @@ class TagRules:
                 assert kind == "tags_with_separator", kind
                 return self._tags_with_separator(format_, place)
 
-    def _parts(self, values: object, place: str) -> list[Part]:
+    def _parts(self, values: object, place: str) -> list[RulePart]:
         if not isinstance(values, list) or not values:
             raise _error(f"{place}.elements", "a list of one or more formats is expected")
         return [self._part(value, f"{place}.elements[{index}]") for index, value in enumerate(values)]
 
-    def _constant(self, text: str) -> Part:
+    def _constant(self, text: str) -> RulePart:
         """A text; where it contains a special token, that or its spelling."""
         for name, token in self._special_tokens.items():
             before, found, after = text.partition(name)
             if found:
-                either = Part(f"({self._in_rule(_literal(name))} | <[{token}]>)", False)
+                either = RulePart(f"({self._in_rule(_literal(name))} | <[{token}]>)", False)
                 return self._joined([self._constant(before), either, self._constant(after)])
         return _literal(text)
 
-    def _json(self, format_: Format, place: str) -> Part:
+    def _json(self, format_: Format, place: str) -> RulePart:
         if format_.get("style", "json") != "json":
             raise _error(place, f"the style {str(format_['style'])[:80]!r} is not supported; only 'json' is")
-        return Part(json_part(format_["json_schema"]), False)
+        return RulePart(json_part(format_["json_schema"]), False)
 
-    def _grammar(self, grammar: str, place: str) -> Part:
+    def _grammar(self, grammar: str, place: str) -> RulePart:
         try:
             rules = lark_rules(grammar, f"g{len(self._lines)}_")
         except ValueError as error:
             raise _error(place, str(error)) from None
         self._lines += rules.lines
-        return Part(rules.start, rules.is_regular)
+        return RulePart(rules.start, rules.is_regular)
 
-    def _token(self, value: object, place: str) -> Part:
+    def _token(self, value: object, place: str) -> RulePart:
         token = self._special_tokens.get(value) if isinstance(value, str) else value
         if isinstance(token, bool) or not isinstance(token, int) or token < 0:
             raise _error(f"{place}.token", f"{str(value)[:80]!r} is not the id or the text of a special token")
-        return Part(f"<[{token}]>", False)
+        return RulePart(f"<[{token}]>", False)
 
-    def _joined(self, parts: Sequence[Part]) -> Part:
+    def _joined(self, parts: Sequence[RulePart]) -> RulePart:
         """One part after the other. Regular neighbours become one terminal, so that no lexeme ends between them."""
         if all(part.is_regular for part in parts):
-            return Part(" ".join(part.text for part in parts), True)
+            return RulePart(" ".join(part.text for part in parts), True)
         texts = []
         for is_regular, group in groupby(parts, lambda part: part.is_regular):
             text = " ".join(part.text for part in group if part.text != _EMPTY)
             if text:
-                texts.append(self._in_rule(Part(text, is_regular)))
-        return Part(" ".join(texts), False)
+                texts.append(self._in_rule(RulePart(text, is_regular)))
+        return RulePart(" ".join(texts), False)
 
-    def _either(self, parts: Sequence[Part]) -> Part:
+    def _either(self, parts: Sequence[RulePart]) -> RulePart:
         is_regular = all(part.is_regular for part in parts)
         texts = [part.text if is_regular else self._in_rule(part) for part in parts]
-        return Part(f"({' | '.join(texts)})", is_regular)
+        return RulePart(f"({' | '.join(texts)})", is_regular)
 
-    def _repeated(self, format_: Format, place: str, least: object, most: object) -> Part:
+    def _repeated(self, format_: Format, place: str, least: object, most: object) -> RulePart:
         part = self._part(format_["content"], f"{place}.content")
         if not (isinstance(least, int) and isinstance(most, int) and least >= 0 and (most == -1 or least <= most)):
             raise _error(place, "'min' and 'max' are not a range of numbers; -1 as 'max' stands for no limit")
-        return Part(f"({part.text}){{{least},{'' if most == -1 else most}}}", part.is_regular)
+        return RulePart(f"({part.text}){{{least},{'' if most == -1 else most}}}", part.is_regular)
 
-    def _in_rule(self, part: Part) -> str:
+    def _in_rule(self, part: RulePart) -> str:
         """The part as text of a rule: a name of its own for what is regular."""
         if not part.is_regular or part.text == _EMPTY:
             return part.text
@@ -181,16 +181,16 @@ class TagRules:
         self._lines.append(f"{name}{'[lazy]' if is_lazy else ''}: {text}")
         return name
 
-    def _tag(self, format_: Format, place: str) -> Part:
+    def _tag(self, format_: Format, place: str) -> RulePart:
         begin, end = self._mark(format_["begin"], f"{place}.begin"), format_["end"]
         return self._joined([begin, self._to_end(format_["content"], end, place)])
 
-    def _mark(self, value: object, place: str) -> Part:
+    def _mark(self, value: object, place: str) -> RulePart:
         if isinstance(value, dict):
             return self._part(value, place)
         return self._constant(_text(value, place))
 
-    def _to_end(self, content: object, end: object, place: str) -> Part:
+    def _to_end(self, content: object, end: object, place: str) -> RulePart:
         """A tag's content and end. Any text ends with the first end."""
         ends = end if isinstance(end, list) and end else [end]
         part = self._part(content, f"{place}.content")
@@ -199,13 +199,13 @@ class TagRules:
             return self._until(part, ends, f"{place}.end")
         return self._joined([part, self._either([self._mark(value, f"{place}.end") for value in ends])])
 
-    def _until(self, text: Part, ends: Sequence[object], place: str) -> Part:
+    def _until(self, text: RulePart, ends: Sequence[object], place: str) -> RulePart:
         """A text up to and with the first of these ends; those with special tokens may be spelled too."""
         marks = [self._mark(value, place) for value in ends]
         spelled = [_literal(value) for value in ends if isinstance(value, str)]
         choices = [self._named(f"{text.text} {self._either(spelled).text}", is_lazy=True)] if spelled else []
         choices += [f"{self._in_rule(text)} {mark.text}" for mark in marks if not mark.is_regular]
-        return Part(f"({' | '.join(choices)})", False)
+        return RulePart(f"({' | '.join(choices)})", False)
 
     def _tags(self, format_: Format, place: str) -> list[Format]:
         tags = format_["tags"]
@@ -216,12 +216,12 @@ class TagRules:
             raise _error(f"{place}.tags", "a list of formats of type 'tag' is expected")
         return checked
 
-    def _triggered_tags(self, format_: Format, place: str) -> Part:
+    def _triggered_tags(self, format_: Format, place: str) -> RulePart:
         triggers = _texts(format_["triggers"], f"{place}.triggers")
         if not triggers or "" in triggers:
             raise _error(f"{place}.triggers", "a list of one or more texts that are not empty is expected")
-        text = Part(_without([*triggers, *_texts(format_.get("excludes", []), f"{place}.excludes")]), True)
-        begun: dict[str, list[Part]] = {}
+        text = RulePart(_without([*triggers, *_texts(format_.get("excludes", []), f"{place}.excludes")]), True)
+        begun: dict[str, list[RulePart]] = {}
         for index, tag in enumerate(self._tags(format_, place)):
             place_ = f"{place}.tags[{index}]"
             begin = _text(tag["begin"], f"{place_}.begin")
@@ -230,7 +230,7 @@ class TagRules:
                 raise _error(f"{place_}.begin", f"{begin[:80]!r} does not begin with one of the triggers")
             rest = [self._constant(begin[len(trigger) :]), self._to_end(tag["content"], tag["end"], place_)]
             begun.setdefault(trigger, []).append(self._joined(rest))
-        before = Part(_ANY_TEXT, True)
+        before = RulePart(_ANY_TEXT, True)
         tags = [
             f"{self._until(before, [trigger], place).text} {self._in_rule(self._either(parts))}"
             for trigger, parts in begun.items()
@@ -238,15 +238,15 @@ class TagRules:
         tagged = self._named(" | ".join(tags))
         least = 1 if format_.get("at_least_one") else 0
         if format_.get("stop_after_first"):
-            return Part(tagged if least else f"({tagged} | {self._in_rule(text)})", False)
-        return Part(f"{tagged}{{{least},}} {self._in_rule(text)}", False)
+            return RulePart(tagged if least else f"({tagged} | {self._in_rule(text)})", False)
+        return RulePart(f"{tagged}{{{least},}} {self._in_rule(text)}", False)
 
-    def _tags_with_separator(self, format_: Format, place: str) -> Part:
+    def _tags_with_separator(self, format_: Format, place: str) -> RulePart:
         parts = [self._tag(tag, f"{place}.tags[{index}]") for index, tag in enumerate(self._tags(format_, place))]
         tag = self._named(self._in_rule(self._either(parts)))
         separator = self._in_rule(self._constant(_text(format_["separator"], f"{place}.separator")))
         tags = tag if format_.get("stop_after_first") else f"{tag} ({separator} {tag})*"
-        return Part(f"({tags})" if format_.get("at_least_one") else f"({tags})?", False)
+        return RulePart(f"({tags})" if format_.get("at_least_one") else f"({tags})?", False)
 
 
 def json_part(schema: object) -> str:
@@ -271,13 +271,13 @@ def _checked(value: object, place: str) -> Format:
     return value
 
 
-def _literal(text: str) -> Part:
-    return Part(f"/{literal(text)}/" if text else _EMPTY, True)
+def _literal(text: str) -> RulePart:
+    return RulePart(f"/{literal(text)}/" if text else _EMPTY, True)
 
 
-def _regex(pattern: str, place: str) -> Part:
+def _regex(pattern: str, place: str) -> RulePart:
     try:
-        return Part(f"/{rust_regex(pattern)}/", True) if pattern else _literal("")
+        return RulePart(f"/{rust_regex(pattern)}/", True) if pattern else _literal("")
     except ValueError as error:
         raise _error(place, f"{pattern[:80]!r}: {error}") from None
 

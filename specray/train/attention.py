@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class TrainingKV(Protocol):
-    """What `heads.Attention` attends to."""
+    """What `heads.TrainedAttention` attends to."""
 
     def rows_with_queries(self, x: Tensor) -> Tensor:
         """The part of x [B, n, …] whose queries are computed."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from specray.train.draft_model import DraftModel
+from specray.train.draft_model import TrainedDraftModel
 from specray.train.target import Target
 
 _SIDE_FILES = (
@@ -23,7 +23,7 @@ _SIDE_FILES = (
 )
 
 
-def draft_tensors(model: DraftModel, target: Target) -> dict[str, Tensor]:
+def draft_tensors(model: TrainedDraftModel, target: Target) -> dict[str, Tensor]:
     """The trained tensors and the target's embeddings and output matrix."""
     shared = {"model.embed_tokens.weight": target.embedding}
     if not target.shape.tied:
@@ -31,7 +31,7 @@ def draft_tensors(model: DraftModel, target: Target) -> dict[str, Tensor]:
     return model.state_dict() | shared
 
 
-def draft_config(model: DraftModel, target: Target) -> dict[str, Any]:
+def draft_config(model: TrainedDraftModel, target: Target) -> dict[str, Any]:
     """The target's config.json with the kept layers only."""
     config: dict[str, Any] = json.loads((target.folder / "config.json").read_text(encoding="utf-8"))
     by_layer = {name: config[name] for name in ("layer_types",) if config.get(name)}

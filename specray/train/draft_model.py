@@ -15,12 +15,12 @@ from specray.layers.module import Layer
 from specray.models.llama_shape import LlamaShape
 from specray.models.loading import Loader
 from specray.train.attention import SequenceKV
-from specray.train.heads import Attention, DecoderLayer, Norm, TrainedHead
+from specray.train.heads import Norm, TrainedAttention, TrainedDecoderLayer, TrainedHead
 from specray.train.target import Target
 from specray.train.unroll import Batch
 
 
-class DraftModel(nn.Module):
+class TrainedDraftModel(nn.Module):
     """A language model. Training uses only the output rows of the most frequent ids (`draft_ids`)."""
 
     draft_ids: Tensor
@@ -69,7 +69,7 @@ class DraftModel(nn.Module):
         return ".".join((model, part, str(self.kept[int(rest[0])]), *rest[1:]))
 
 
-TrainedModel = TrainedHead | DraftModel
+TrainedModel = TrainedHead | TrainedDraftModel
 
 
 def kept_layers(wanted: str, num_layers: int) -> list[int]:
@@ -91,13 +91,14 @@ def kept_layers(wanted: str, num_layers: int) -> list[int]:
 
 
 class _Body(Layer):
-    """The layers, and the final norm, which `DraftModel.outputs` applies."""
+    """The layers, and the final norm, which `TrainedDraftModel.outputs` applies."""
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
         options = (shape.qkv_bias, shape.output_bias, shape.qk_norm)
         self.layers = nn.ModuleList(
-            DecoderLayer(shape, Attention(shape, shape.hidden_size, *options)) for _ in range(shape.num_layers)
+            TrainedDecoderLayer(shape, TrainedAttention(shape, shape.hidden_size, *options))
+            for _ in range(shape.num_layers)
         )
         self.norm = Norm(shape.hidden_size, shape.eps)
 

@@ -15,9 +15,9 @@ from specray.train.batches import AnswerFolder
 from specray.train.card import model_card
 from specray.train.checkpoint import LOG
 from specray.train.draft_export import copy_side_files, draft_config, draft_tensors
-from specray.train.draft_model import DraftModel, TrainedModel
+from specray.train.draft_model import TrainedDraftModel, TrainedModel
 from specray.train.files import replace_tensors, replace_text
-from specray.train.heads import Eagle2Head, Eagle3Head, MtpHead, ParallelHead, TrainedHead
+from specray.train.heads import TrainedEagle2Head, TrainedEagle3Head, TrainedHead, TrainedMtpHead, TrainedParallelHead
 from specray.train.int8_weights import QUANTIZATION_CONFIG, packed
 from specray.train.settings import Counters, TrainSettings
 from specray.train.target import Target
@@ -37,11 +37,11 @@ def export_head(
 ) -> None:
     """Write the folder of a head or draft model. The weights are replaced atomically."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = draft_tensors(head, target) if isinstance(head, DraftModel) else head.state_dict()
-    prefix = _MTP_PREFIX if isinstance(head, MtpHead) else ""
+    tensors = draft_tensors(head, target) if isinstance(head, TrainedDraftModel) else head.state_dict()
+    prefix = _MTP_PREFIX if isinstance(head, TrainedMtpHead) else ""
     stored = {prefix + name: _stored(tensor) for name, tensor in tensors.items()}
     replace_tensors(folder / WEIGHTS, packed(stored) if settings.weights == "int8" else stored)
-    if isinstance(head, DraftModel):
+    if isinstance(head, TrainedDraftModel):
         config = draft_config(head, target)
         copy_side_files(target, folder)
     else:
@@ -76,12 +76,14 @@ def head_config(head: TrainedHead, target: Target, aux_hidden_state_layers: list
         **_rope(config.rope_parameters),
         **{name: getattr(config, name) for name in ("bos_token_id", "eos_token_id")},
     }
-    if isinstance(head, MtpHead):
+    if isinstance(head, TrainedMtpHead):
         mimo = {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "attention_bias": True}
         return {**common, **mimo, "num_hidden_layers": shape.num_layers, "num_nextn_predict_layers": 1}
-    if isinstance(head, Eagle2Head):
+    if isinstance(head, TrainedEagle2Head):
         return {"architectures": ["LlamaForCausalLMEagle"], "bias": head.fc.bias is not None, **common}
-    mask = {"parallel_drafting": True, "ptd_token_id": head.mask_token_id} if isinstance(head, ParallelHead) else {}
+    mask = (
+        {"parallel_drafting": True, "ptd_token_id": head.mask_token_id} if isinstance(head, TrainedParallelHead) else {}
+    )
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         **common,
@@ -127,13 +129,13 @@ def load_exported(head: TrainedModel, folder: Path) -> bool:
         raise ConfigError(f"--init-head {folder} has no {WEIGHTS}; give a folder that this trainer wrote")
     with WeightReader(folder, "safetensors") as reader:
         tensors = {name.removeprefix(_MTP_PREFIX): reader.get(name) for name in reader.names()}
-    if isinstance(head, Eagle3Head | Eagle2Head):
+    if isinstance(head, TrainedEagle3Head | TrainedEagle2Head):
         _check_trainable(folder)
-    if isinstance(head, Eagle3Head):
+    if isinstance(head, TrainedEagle3Head):
         _move_output_rows(head, tensors, path)
         _match_layers(head, tensors, folder)
     has_mask = "mask_hidden" in tensors
-    if isinstance(head, ParallelHead):
+    if isinstance(head, TrainedParallelHead):
         tensors.setdefault("mask_hidden", head.mask_hidden.detach())
     own = head.state_dict()
     for name, tensor in own.items():
@@ -156,7 +158,7 @@ def _check_trainable(folder: Path) -> None:
         )
 
 
-def _match_layers(head: Eagle3Head, tensors: dict[str, Tensor], folder: Path) -> None:
+def _match_layers(head: TrainedEagle3Head, tensors: dict[str, Tensor], folder: Path) -> None:
     """Fit the stored layers to a head that may have more: those on top keep their initialization."""
     numbers = {int(name.split(".")[1]) for name in tensors if name.startswith("layers.")} or {0}
     num_stored, num_layers = max(numbers) + 1, head.shape.num_layers
@@ -173,7 +175,7 @@ def _match_layers(head: Eagle3Head, tensors: dict[str, Tensor], folder: Path) ->
     tensors.update({name: tensor for name, tensor in head.state_dict().items() if name.startswith(added)})
 
 
-def _move_output_rows(head: Eagle3Head, tensors: dict[str, Tensor], path: Path) -> None:
+def _move_output_rows(head: TrainedEagle3Head, tensors: dict[str, Tensor], path: Path) -> None:
     """Replace the stored output rows by rows for this head's draft vocabulary.
 
     Rows of new ids are the target's rows after the linear map that fits the stored ids. The target's rows themselves

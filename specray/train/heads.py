@@ -23,7 +23,7 @@ _STD = 0.02  # standard deviation of randomly initialized matrices
 _SMALL_STD = 0.002  # of matrices that write into the residual stream, so that a layer starts as the identity
 
 
-class Eagle3Head(nn.Module):
+class TrainedEagle3Head(nn.Module):
     """Input: three aux hidden states and the next token.
 
     The attention of the first of its `shape.num_layers` layers reads [embedding; state]; the others are ordinary
@@ -43,7 +43,7 @@ class Eagle3Head(nn.Module):
         if shape.num_layers == 1:
             self.midlayer = Eagle3Layer(shape)  # SafeAILab's name, which every engine reads
         else:
-            others = (DecoderLayer(shape, Attention(shape, size)) for _ in range(1, shape.num_layers))
+            others = (TrainedDecoderLayer(shape, TrainedAttention(shape, size)) for _ in range(1, shape.num_layers))
             self.layers = nn.ModuleList([Eagle3Layer(shape), *others])
         self.norm = Norm(size, shape.eps)
         self.lm_head = linear(size, len(draft_ids))
@@ -85,7 +85,7 @@ class Eagle3Head(nn.Module):
         return self.lm_head.weight
 
 
-class ParallelHead(Eagle3Head):
+class TrainedParallelHead(TrainedEagle3Head):
     """P-EAGLE: after step 0, a mask stands for the token and the state, so that no step waits for the one before it.
 
     The mask is the embedding of `mask_token_id` and a learned value of the aux hidden states.
@@ -148,13 +148,15 @@ class _FrozenOutputHead(nn.Module, ABC):
         return self.target_rows
 
 
-class Eagle2Head(_FrozenOutputHead):
+class TrainedEagle2Head(_FrozenOutputHead):
     """Input: the target's final hidden state and the next token. A Llama layer without its input norm."""
 
     def __init__(self, shape: LlamaShape, draft_ids: Tensor, bias: bool = False) -> None:
         super().__init__(shape, draft_ids)
         self.fc = linear(2 * shape.hidden_size, shape.hidden_size, bias)
-        self.layers = nn.ModuleList([DecoderLayer(shape, Attention(shape, shape.hidden_size), input_norm=False)])
+        self.layers = nn.ModuleList(
+            [TrainedDecoderLayer(shape, TrainedAttention(shape, shape.hidden_size), input_norm=False)]
+        )
 
     def start_from(self, target: Target) -> None:
         """Initialize so that the layer's input is the hidden state."""
@@ -166,7 +168,7 @@ class Eagle2Head(_FrozenOutputHead):
         return stepped
 
 
-class MtpHead(_FrozenOutputHead):
+class TrainedMtpHead(_FrozenOutputHead):
     """MiMo's MTP layer. Input: the target's final hidden state and the next token, each normed."""
 
     def __init__(self, shape: LlamaShape, draft_ids: Tensor) -> None:
@@ -176,9 +178,9 @@ class MtpHead(_FrozenOutputHead):
         self.hidden_layernorm = Norm(size, shape.eps)
         self.input_proj = linear(2 * size, size)
         self.input_layernorm = Norm(size, shape.eps)
-        self.self_attn = Attention(shape, size, qkv_bias=True)
+        self.self_attn = TrainedAttention(shape, size, qkv_bias=True)
         self.post_attention_layernorm = Norm(size, shape.eps)
-        self.mlp = FeedForward(shape)
+        self.mlp = TrainedFeedForward(shape)
         self.final_layernorm = Norm(size, shape.eps)
 
     def start_from(self, target: Target) -> None:
@@ -217,9 +219,9 @@ class Eagle3Layer(Layer):
         size = shape.hidden_size
         self.input_layernorm = Norm(size, shape.eps)
         self.hidden_norm = Norm(size, shape.eps)
-        self.self_attn = Attention(shape, 2 * size)
+        self.self_attn = TrainedAttention(shape, 2 * size)
         self.post_attention_layernorm = Norm(size, shape.eps)
-        self.mlp = FeedForward(shape)
+        self.mlp = TrainedFeedForward(shape)
 
     def forward(self, embeds: Tensor, states: Tensor, cos: Tensor, sin: Tensor, kv: ChainKV) -> Tensor:
         x = torch.cat((self.input_layernorm(embeds), self.hidden_norm(states)), -1)
@@ -227,22 +229,22 @@ class Eagle3Layer(Layer):
         return states + self.mlp(self.post_attention_layernorm(states))
 
 
-class DecoderLayer(Layer):
+class TrainedDecoderLayer(Layer):
     """A Llama layer, or EAGLE-2's, which has no input norm."""
 
-    def __init__(self, shape: LlamaShape, attention: "Attention", input_norm: bool = True) -> None:
+    def __init__(self, shape: LlamaShape, attention: "TrainedAttention", input_norm: bool = True) -> None:
         super().__init__()
         self.input_layernorm = Norm(shape.hidden_size, shape.eps) if input_norm else nn.Identity()
         self.self_attn = attention
         self.post_attention_layernorm = Norm(shape.hidden_size, shape.eps)
-        self.mlp = FeedForward(shape)
+        self.mlp = TrainedFeedForward(shape)
 
     def forward(self, states: Tensor, cos: Tensor, sin: Tensor, kv: TrainingKV) -> Tensor:
         states = kv.rows_with_queries(states) + self.self_attn(self.input_layernorm(states), cos, sin, kv)
         return states + self.mlp(self.post_attention_layernorm(states))
 
 
-class Attention(Layer):
+class TrainedAttention(Layer):
     """Grouped-query attention over a TrainingKV."""
 
     def __init__(
@@ -273,7 +275,7 @@ class Attention(Layer):
         return out
 
 
-class FeedForward(Layer):
+class TrainedFeedForward(Layer):
     """down(silu(gate(x)) * up(x))"""
 
     def __init__(self, shape: LlamaShape) -> None:
@@ -299,7 +301,7 @@ class Norm(Layer):
         return rms_norm(x, self.weight, self.eps)
 
 
-TrainedHead = Eagle3Head | Eagle2Head | MtpHead
+TrainedHead = TrainedEagle3Head | TrainedEagle2Head | TrainedMtpHead
 
 
 def linear(in_size: int, out_size: int, bias: bool = False, std: float = _STD) -> nn.Linear:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specray.train.batches import AnswerFolder, Collate
-from specray.train.heads import Eagle3Layer, ParallelHead, rotated
+from specray.train.heads import Eagle3Layer, TrainedParallelHead, rotated
 from specray.train.start import training_answers
 from specray.train.target import Target
 from specray.train.unroll import Batch, shifted
@@ -20,7 +20,7 @@ _ITERATIONS = 120
 _RATE = 0.1
 
 
-def fit_mask(head: ParallelHead, target: Target, folder: AnswerFolder, collate: Collate, num_masks: int) -> None:
+def fit_mask(head: TrainedParallelHead, target: Target, folder: AnswerFolder, collate: Collate, num_masks: int) -> None:
     """Fit `mask_hidden` so that the first layer's attention from each of `num_masks` masks goes to the last position.
 
     Maximizes the mean logarithm of its weight. All else of the head stays as it is.
@@ -40,7 +40,7 @@ def fit_mask(head: ParallelHead, target: Target, folder: AnswerFolder, collate: 
     head.mask_hidden.grad = None
 
 
-def _keys(head: ParallelHead, layer: Eagle3Layer, target: Target, batch: Batch) -> Tensor:
+def _keys(head: TrainedParallelHead, layer: Eagle3Layer, target: Target, batch: Batch) -> Tensor:
     """Those of an answer's positions but the last, [kv_heads, L - 1, dim]."""
     positions = torch.arange(batch.token_ids.shape[1] - 1, device=batch.token_ids.device)
     states = head.enter(batch.aux_hidden_states[:, :-1].float())
@@ -49,7 +49,7 @@ def _keys(head: ParallelHead, layer: Eagle3Layer, target: Target, batch: Batch) 
     return rotated(keys, *target.rotary.at(positions)).transpose(0, 1)
 
 
-def _log_weights(head: ParallelHead, layer: Eagle3Layer, target: Target, keys: Tensor, mask: int) -> Tensor:
+def _log_weights(head: TrainedParallelHead, layer: Eagle3Layer, target: Target, keys: Tensor, mask: int) -> Tensor:
     """Of each position as the last known one, for the mask of this number behind it, [kv_heads, group, positions]."""
     attention, device = layer.self_attn, keys.device
     embeds = target.embed(torch.tensor([[head.mask_token_id]], device=device)).float()

@@ -13,7 +13,7 @@ from torch import Tensor
 from specray.models.weights import WeightReader
 from specray.train.batches import AnswerFolder, Collate
 from specray.train.export import load_exported
-from specray.train.heads import DecoderLayer, Eagle2Head, MtpHead
+from specray.train.heads import TrainedDecoderLayer, TrainedEagle2Head, TrainedMtpHead
 from specray.train.start import training_answers
 from specray.train.target import Target
 
@@ -27,9 +27,11 @@ def is_eagle2(folder: Path) -> bool:
 
 
 @torch.no_grad()
-def start_from_eagle2(layer: MtpHead, source: Path, target: Target, answers: AnswerFolder, collate: Collate) -> None:
+def start_from_eagle2(
+    layer: TrainedMtpHead, source: Path, target: Target, answers: AnswerFolder, collate: Collate
+) -> None:
     """Copy the matrices of the head in `source`, and measure the sizes on a few answers."""
-    head = Eagle2Head(layer.shape, layer.draft_ids.cpu())
+    head = TrainedEagle2Head(layer.shape, layer.draft_ids.cpu())
     load_exported(head, source)
     head.to(target.device)
     batches = [collate([answer]) for answer in islice(training_answers(answers), _ANSWERS)]
@@ -42,7 +44,7 @@ def start_from_eagle2(layer: MtpHead, source: Path, target: Target, answers: Ans
     layer.input_layernorm.weight.fill_(_size(head.fc(torch.cat((embeds, states), -1))))
     layer.final_layernorm.weight.fill_(_size(states))  # the head predicts the next one
     decoder = head.layers[0]
-    assert isinstance(decoder, DecoderLayer)
+    assert isinstance(decoder, TrainedDecoderLayer)
     for name, part in (("self_attn", layer.self_attn), ("mlp", layer.mlp)):
         part.load_state_dict(getattr(decoder, name).state_dict(), strict=False)  # the head has no biases
     layer.post_attention_layernorm.weight.copy_(decoder.post_attention_layernorm.weight)

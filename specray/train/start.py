@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specray.train.batches import AnswerFolder, Collate
-from specray.train.heads import Eagle2Head, Eagle3Head, MtpHead, TrainedHead
+from specray.train.heads import TrainedEagle2Head, TrainedEagle3Head, TrainedHead, TrainedMtpHead
 from specray.train.shards import Answer
 from specray.train.target import Target
 from specray.train.unroll import Batch
@@ -26,7 +26,7 @@ def start_linear(head: TrainedHead, target: Target, folder: AnswerFolder, collat
     inputs, wanted = (torch.cat([pair[side] for pair in pairs]) for side in (0, 1))
     weight = _ridge(inputs, wanted)
     head.fc.weight.copy_(weight)
-    if isinstance(head, Eagle3Head):
+    if isinstance(head, TrainedEagle3Head):
         # The norm before the output matrix removes the prediction's scale; its weight restores it.
         head.norm.weight.fill_(float((inputs @ weight.T).square().mean().sqrt()))
 
@@ -35,9 +35,9 @@ def _pairs(head: TrainedHead, target: Target, batch: Batch) -> tuple[Tensor, Ten
     """The input of fc at each position of an answer, and the final hidden state one position ahead."""
     aux_hidden_states = batch.aux_hidden_states[0, :-2].float()
     embeds, wanted = target.embed(batch.token_ids[0, 1:-1]).float(), batch.final[0, 1:-1].float()
-    if isinstance(head, Eagle2Head):
+    if isinstance(head, TrainedEagle2Head):
         return torch.cat((embeds, aux_hidden_states), -1), wanted
-    if isinstance(head, MtpHead):  # its final norm, initialized as the target's, follows the prediction
+    if isinstance(head, TrainedMtpHead):  # its final norm, initialized as the target's, follows the prediction
         return head.joined(embeds[None], aux_hidden_states[None], masks_first=True)[0], wanted / target.norm.float()
     return head.normed_hidden_states(aux_hidden_states), wanted
 

@@ -33,9 +33,9 @@ from specray.train.checkpoint import (
     read_log,
     write_checkpoint,
 )
-from specray.train.draft_model import DraftModel, TrainedModel, kept_layers
+from specray.train.draft_model import TrainedDraftModel, TrainedModel, kept_layers
 from specray.train.export import export_head, init_head_width, load_exported
-from specray.train.heads import Eagle2Head, Eagle3Head, MtpHead, ParallelHead
+from specray.train.heads import TrainedEagle2Head, TrainedEagle3Head, TrainedMtpHead, TrainedParallelHead
 from specray.train.hidden_states import HiddenStateComputer
 from specray.train.interrupts import Interrupts
 from specray.train.learner import Learner, autocast
@@ -167,16 +167,16 @@ class Trainer:
         export_head(self._run / HEAD, self.head, self._target, self._settings, self._folder, self.counters, self._seen)
 
     def _start(self) -> None:
-        if self._settings.start == "linear" and not isinstance(self.head, DraftModel):
+        if self._settings.start == "linear" and not isinstance(self.head, TrainedDraftModel):
             start_linear(self.head, self._target, self._folder, self._collate)
         has_mask = False
         if self._settings.init_head:
             source = Path(self._settings.init_head)
-            if isinstance(self.head, MtpHead) and is_eagle2(source):
+            if isinstance(self.head, TrainedMtpHead) and is_eagle2(source):
                 start_from_eagle2(self.head, source, self._target, self._folder, self._collate)
             else:
                 has_mask = load_exported(self.head, source)
-        if isinstance(self.head, ParallelHead) and not has_mask:
+        if isinstance(self.head, TrainedParallelHead) and not has_mask:
             fit_mask(self.head, self._target, self._folder, self._collate, self._settings.unroll - 1)
 
     def _restore(self, saved: dict[str, Any]) -> None:
@@ -252,15 +252,15 @@ def _build_head(
     ids = draft_ids.cpu().sort().values
     head: TrainedModel
     if settings.kind == "draft":
-        head = DraftModel(target.shape, ids, kept_layers(settings.layers, target.shape.num_layers))
+        head = TrainedDraftModel(target.shape, ids, kept_layers(settings.layers, target.shape.num_layers))
     elif settings.kind == "eagle2":
-        head = Eagle2Head(shape, ids, settings.bias)
+        head = TrainedEagle2Head(shape, ids, settings.bias)
     elif settings.kind == "mtp":
-        head = MtpHead(shape, ids)
+        head = TrainedMtpHead(shape, ids)
     elif settings.kind == "parallel":
-        head = ParallelHead(shape, ids, next(iter(target.eos_ids), 0), len(folder.aux_hidden_state_layers) - 1)
+        head = TrainedParallelHead(shape, ids, next(iter(target.eos_ids), 0), len(folder.aux_hidden_state_layers) - 1)
     else:
-        head = Eagle3Head(shape, ids, len(folder.aux_hidden_state_layers) - 1)
+        head = TrainedEagle3Head(shape, ids, len(folder.aux_hidden_state_layers) - 1)
     head.to(target.device)
     head.start_from(target)
     return head

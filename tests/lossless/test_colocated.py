@@ -25,7 +25,7 @@ from specray.spec_decode.propose_context import ProposeContext
 from specray.step import DraftFault, StepPlan
 from specray.worker.remote_drafter import server, source, wire
 from specray.worker.remote_drafter.server import DraftServer
-from specray.worker.remote_drafter.wire import Reply
+from specray.worker.remote_drafter.wire import DraftReply
 from tests.support.colocated import EPOCH, Colocated, Recorded, worker_of
 from tests.support.engine import make_llm, visible
 from tests.support.methods import METHODS, Make
@@ -182,7 +182,7 @@ class BrokenDrafter:
         roots = context.roots().tolist()
         return DraftTree.from_lists([TreeLists([root, 3, 4], [NONE, 0, 1]) for root in roots])
 
-    def pack(self, reply: Reply) -> bytes:
+    def pack(self, reply: DraftReply) -> bytes:
         """The bytes that are sent instead of a valid reply."""
         changed = self._fault.reply(reply) if self._num_proposals > 1 else reply
         data: bytes = changed if isinstance(changed, bytes) else msgpack.packb(changed)
@@ -197,7 +197,7 @@ class Fault(NamedTuple):
 
     kind: str
     draft: Callable[[BrokenDrafter], None] = lambda drafter: None  # noqa: ARG005
-    reply: Callable[[Reply], Reply | bytes] = lambda reply: reply
+    reply: Callable[[DraftReply], DraftReply | bytes] = lambda reply: reply
 
 
 def die(drafter: BrokenDrafter) -> None:  # noqa: ARG001
@@ -212,7 +212,7 @@ def stall(drafter: BrokenDrafter) -> None:
     assert drafter.noticed.wait(30)
 
 
-def each(tokens: Any, parents: Any) -> Callable[[Reply], Reply]:
+def each(tokens: Any, parents: Any) -> Callable[[DraftReply], DraftReply]:
     """A reply with this tree for every request."""
     return lambda valid: valid._replace(trees=[TreeLists(tokens, parents)] * len(valid.trees))
 

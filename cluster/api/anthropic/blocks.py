@@ -6,14 +6,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag
 
-from cluster.api.messages import BY_SHAPE, MAX_PARTS, CallId, FunctionName, Part, Text, by_type
+from cluster.api.messages import BY_SHAPE, MAX_PARTS, BodyPart, CallId, FunctionName, Text, by_type
 
 Json = dict[str, Any]
 
 _ONLY_TEXT = "images, files and the blocks of tools that Anthropic runs are not supported"
 
 
-class TextBlock(Part):
+class TextBlock(BodyPart):
     type: Literal["text"]
     text: str
 
@@ -22,20 +22,20 @@ Texts = Annotated[list[TextBlock], Field(max_length=MAX_PARTS, fail_fast=True), 
 TextOrBlocks = Annotated[Text | Texts, BY_SHAPE]
 
 
-class ThinkingBlock(Part):
+class ThinkingBlock(BodyPart):
     """Reasoning of an earlier message. The signature is not checked, because this server does not sign."""
 
     type: Literal["thinking"]
     thinking: str
 
 
-class RedactedThinkingBlock(Part):
+class RedactedThinkingBlock(BodyPart):
     """Reasoning that only Anthropic can read; it is dropped."""
 
     type: Literal["redacted_thinking"]
 
 
-class SearchResultBlock(Part):
+class SearchResultBlock(BodyPart):
     type: Literal["search_result"]
     source: str
     title: str
@@ -46,7 +46,7 @@ class SearchResultBlock(Part):
         return f"{self.title} ({self.source})\n{joined(self.content)}"
 
 
-class PlainTextSource(Part):
+class PlainTextSource(BodyPart):
     type: Literal["text"]
     data: str
 
@@ -55,7 +55,7 @@ class PlainTextSource(Part):
         return self.data
 
 
-class BlocksSource(Part):
+class BlocksSource(BodyPart):
     type: Literal["content"]
     content: TextOrBlocks
 
@@ -64,7 +64,7 @@ class BlocksSource(Part):
         return joined(self.content)
 
 
-class DocumentBlock(Part):
+class DocumentBlock(BodyPart):
     """A document that is sent as text."""
 
     type: Literal["document"]
@@ -80,7 +80,7 @@ class DocumentBlock(Part):
         return "\n".join(filter(None, (self.title, self.context, self.source.text)))
 
 
-class ToolReferenceBlock(Part):
+class ToolReferenceBlock(BodyPart):
     """The name of a tool that a search of the client's has found; the tool is offered from then on."""
 
     type: Literal["tool_reference"]
@@ -91,7 +91,7 @@ class ToolReferenceBlock(Part):
         return self.tool_name
 
 
-class ToolUseBlock(Part):
+class ToolUseBlock(BodyPart):
     type: Literal["tool_use"]
     id: CallId
     name: FunctionName
@@ -112,14 +112,14 @@ ResultBlock = Annotated[
 ResultBlocks = Annotated[list[ResultBlock], Field(max_length=MAX_PARTS, fail_fast=True), Tag("[list]")]
 
 
-class ToolResultBlock(Part):
+class ToolResultBlock(BodyPart):
     type: Literal["tool_result"]
     tool_use_id: CallId
     content: Annotated[Text | ResultBlocks, BY_SHAPE] | None = None
     is_error: bool | None = None
 
 
-class AnthropicTool(Part):
+class AnthropicTool(BodyPart):
     """A function of the client's. With `defer_loading` it is offered once a block of the conversation refers to it."""
 
     type: Literal["custom"] | None = None
@@ -133,12 +133,12 @@ class AnthropicTool(Part):
         return {"type": "function", "function": function}
 
 
-class NamedTool(Part):
+class NamedTool(BodyPart):
     type: Literal["tool_reference"]
     name: FunctionName
 
 
-class DefinedTool(Part):
+class DefinedTool(BodyPart):
     type: Literal["tool_definition"]
     definition: AnthropicTool
 
@@ -147,7 +147,7 @@ class DefinedTool(Part):
         return self.definition.name
 
 
-class ToolChangeBlock(Part):
+class ToolChangeBlock(BodyPart):
     """From here on a tool is offered, or no longer offered."""
 
     type: Literal["tool_addition", "tool_removal"]
@@ -175,7 +175,7 @@ Block = Annotated[
 Blocks = Annotated[list[Block], Field(max_length=MAX_PARTS, fail_fast=True), Tag("[list]")]
 
 
-class AnthropicMessage(Part):
+class AnthropicMessage(BodyPart):
     role: Literal["user", "assistant", "system"]
     content: Annotated[Text | Blocks, BY_SHAPE]
 

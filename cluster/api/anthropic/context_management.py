@@ -6,20 +6,20 @@ from typing import Annotated, Literal
 from pydantic import Field, Tag
 
 from cluster.api.anthropic.blocks import AnthropicMessage, ToolUseBlock
-from cluster.api.messages import Part, by_type
+from cluster.api.messages import BodyPart, by_type
 from specray.errors import InvalidRequestError
 
 _FIELD = "context_management"
 
 
-class Amount(Part):
+class Amount(BodyPart):
     """A number of what `type` says."""
 
     type: Literal["input_tokens", "tool_uses", "thinking_turns", "all"]
     value: Annotated[int, Field(ge=0)] = 0
 
 
-class ClearThinking(Part):
+class ClearThinking(BodyPart):
     """Removes the thinking of all turns but the last ones."""
 
     type: Literal["clear_thinking_20251015"]
@@ -36,7 +36,7 @@ class ClearThinking(Part):
         return sum(turns) > self.keep.value
 
 
-class ClearToolUses(Part):
+class ClearToolUses(BodyPart):
     """Removes the results of all tool uses but the last ones, once the prompt is long."""
 
     type: Literal["clear_tool_uses_20250919"]
@@ -49,7 +49,7 @@ class ClearToolUses(Part):
         return amount >= self.trigger.value and num_uses > self.keep.value
 
 
-class Compact(Part):
+class Compact(BodyPart):
     """Summarizes a prompt once it is long."""
 
     type: Literal["compact_20260112"]
@@ -67,7 +67,7 @@ Edit = Annotated[
 ]
 
 
-class ContextManagement(Part):
+class ContextManagement(BodyPart):
     edits: Annotated[list[Edit], Field(max_length=16, fail_fast=True)] | None = None
 
     def check_unchanged(self, messages: Sequence[AnthropicMessage], num_tokens: int) -> None:

@@ -8,16 +8,16 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from cluster.api.anthropic.blocks import AnthropicMessage, AnthropicTool, TextOrBlocks, joined, offered_tools
 from cluster.api.anthropic.context_management import ContextManagement
 from cluster.api.errors import UNSUPPORTED_TYPE
-from cluster.api.messages import MAX_TOOLS, FunctionName, Part, check_number_of_parts
+from cluster.api.messages import MAX_TOOLS, BodyPart, FunctionName, check_number_of_parts
 from cluster.api.protocol import MAX_MESSAGES, Body, ChatRequest, ModelName, ReasoningEffort, Stop
-from cluster.api.request_fields import GENERATION, REFUSED, Refusal
+from cluster.api.request_fields import GENERATION, REFUSED, FieldRefusal
 from specray.errors import InvalidRequestError
 from specray.sampling_params import MaxTokens, TopK, TopP
 
 Json = dict[str, Any]
 
 _HOSTED = dict.fromkeys(
-    ("container", "mcp_servers"), Refusal(({}, []), "it needs a service of Anthropic's; leave it out")
+    ("container", "mcp_servers"), FieldRefusal(({}, []), "it needs a service of Anthropic's; leave it out")
 )
 _HOSTED_TOOLS = ("web_search", "web_fetch", "code_execution", "tool_search_tool", "advisor", "mcp_toolset")
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}  # Anthropic's -> OpenAI's
@@ -28,14 +28,14 @@ def _tag_of_tool(value: object) -> str:
     return "[hosted]" if isinstance(kind, str) and kind.startswith(_HOSTED_TOOLS) else f"[{kind}]"
 
 
-class HostedTool(Part):
+class AnthropicHostedTool(BodyPart):
     """A tool that Anthropic would run. The model does not see it."""
 
     type: Annotated[str, Field(max_length=64)]
 
 
 Tool = Annotated[
-    Annotated[AnthropicTool, Tag("[custom]")] | Annotated[HostedTool, Tag("[hosted]")],
+    Annotated[AnthropicTool, Tag("[custom]")] | Annotated[AnthropicHostedTool, Tag("[hosted]")],
     Discriminator(
         _tag_of_tool,
         custom_error_type=UNSUPPORTED_TYPE,
@@ -45,7 +45,7 @@ Tool = Annotated[
 ]
 
 
-class AnthropicToolChoice(Part):
+class AnthropicToolChoice(BodyPart):
     type: Literal["auto", "any", "none"]
     disable_parallel_tool_use: bool | None = None
 
@@ -53,7 +53,7 @@ class AnthropicToolChoice(Part):
         return _TOOL_CHOICES[self.type]
 
 
-class AnthropicNamedToolChoice(Part):
+class AnthropicNamedToolChoice(BodyPart):
     type: Literal["tool"]
     name: FunctionName
     disable_parallel_tool_use: bool | None = None
@@ -62,13 +62,13 @@ class AnthropicNamedToolChoice(Part):
         return {"type": "function", "function": {"name": self.name}}
 
 
-class Thinking(Part):
+class Thinking(BodyPart):
     """Whether the model reasons first. Its budget is not enforced: max_tokens limits reasoning and answer together."""
 
     type: Literal["enabled", "disabled", "adaptive"]
 
 
-class OutputFormat(Part):
+class OutputFormat(BodyPart):
     type: Literal["json_schema"]
     schema_: Annotated[Json, Field(alias="schema")]
 
@@ -76,7 +76,7 @@ class OutputFormat(Part):
         return {"type": "json_schema", "json_schema": {"name": "output", "schema": self.schema_}}
 
 
-class OutputConfig(Part):
+class OutputConfig(BodyPart):
     """How much the model reasons, and the JSON schema of its answer."""
 
     effort: ReasoningEffort | None = None
@@ -108,7 +108,7 @@ class CountTokensRequest(Body):
     def _ignored_parts(self) -> list[str]:
         options = {"thinking": self.thinking, "output_config": self.output_config}
         inner = [f"{name}.{key}" for name, part in options.items() if part for key in part.model_extra or {}]
-        hosted = [f"tools.{tool.type}" for tool in self.tools or [] if isinstance(tool, HostedTool)]
+        hosted = [f"tools.{tool.type}" for tool in self.tools or [] if isinstance(tool, AnthropicHostedTool)]
         edits = ["context_management"] if self.context_management else []
         return inner + hosted + edits
 
@@ -158,7 +158,7 @@ class CountTokensRequest(Body):
 
     def _offered_tools(self) -> list[AnthropicTool]:
         own = [tool for tool in self.tools or [] if isinstance(tool, AnthropicTool)]
-        hosted = [tool for tool in self.tools or [] if isinstance(tool, HostedTool)]
+        hosted = [tool for tool in self.tools or [] if isinstance(tool, AnthropicHostedTool)]
         if hosted and not own:
             raise InvalidRequestError(
                 f"tools has only tools that Anthropic runs ({hosted[0].type}), which this server cannot; send tools "

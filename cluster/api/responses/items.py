@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag, TypeAdapter
 
-from cluster.api.messages import BY_SHAPE, MAX_PARTS, CallId, FunctionName, Part, Text, by_type
+from cluster.api.messages import BY_SHAPE, MAX_PARTS, BodyPart, CallId, FunctionName, Text, by_type
 from cluster.api.responses.tools import INPUT, chat_name
 
 Json = dict[str, Any]
@@ -16,12 +16,12 @@ LongText = Annotated[str, Field(max_length=1_000_000)]
 _DEFAULT_TYPE = "message"  # of an item that has only role and content
 
 
-class TextContent(Part):
+class TextContent(BodyPart):
     type: Literal["input_text", "output_text", "text"]
     text: str
 
 
-class RefusalContent(Part):
+class RefusalContent(BodyPart):
     type: Literal["refusal"]
     refusal: str
 
@@ -41,24 +41,24 @@ Parts = Annotated[list[Content], Field(max_length=MAX_PARTS, fail_fast=True), Ta
 TextOrParts = Annotated[Text | Parts, BY_SHAPE]
 
 
-class ReasoningContent(Part):
+class ReasoningContent(BodyPart):
     type: Literal["reasoning_text"]
     text: str
 
 
-class MessageItem(Part):
+class MessageItem(BodyPart):
     role: Literal["user", "system", "developer", "assistant"]
     content: TextOrParts
 
 
-class ReasoningItem(Part):
+class ReasoningItem(BodyPart):
     """Reasoning of an earlier answer. Encrypted reasoning of another server is dropped, because it cannot be read."""
 
     type: Literal["reasoning"]
     content: Annotated[list[ReasoningContent], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
 
 
-class FunctionCallItem(Part):
+class FunctionCallItem(BodyPart):
     type: Literal["function_call"]
     call_id: CallId
     name: FunctionName
@@ -66,7 +66,7 @@ class FunctionCallItem(Part):
     arguments: LongText
 
 
-class CustomCallItem(Part):
+class CustomCallItem(BodyPart):
     type: Literal["custom_tool_call"]
     call_id: CallId
     name: FunctionName
@@ -78,7 +78,7 @@ class CustomCallItem(Part):
         return json.dumps({INPUT: self.input}, ensure_ascii=False)
 
 
-class ShellCallItem(Part):
+class ShellCallItem(BodyPart):
     """A command that an earlier model asked the client to run."""
 
     type: Literal["local_shell_call"]
@@ -92,7 +92,7 @@ class ShellCallItem(Part):
         return json.dumps(self.action, ensure_ascii=False)
 
 
-class OutputItem(Part):
+class OutputItem(BodyPart):
     """What the client's tool returned."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
@@ -100,7 +100,7 @@ class OutputItem(Part):
     output: TextOrParts
 
 
-class LocalShellOutputItem(Part):
+class LocalShellOutputItem(BodyPart):
     type: Literal["local_shell_call_output"]
     id: CallId  # of the call
     output: Text
@@ -110,7 +110,7 @@ class LocalShellOutputItem(Part):
         return self.id
 
 
-class HostedItem(Part):
+class HostedItem(BodyPart):
     """What a tool did that OpenAI ran in an earlier answer. It is dropped."""
 
     type: Literal["web_search_call", "file_search_call", "image_generation_call", "code_interpreter_call"]

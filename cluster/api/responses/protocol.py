@@ -6,9 +6,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from cluster.api.messages import Part, check_number_of_parts
+from cluster.api.messages import BodyPart, check_number_of_parts
 from cluster.api.protocol import Body, ChatRequest, ModelName, ReasoningEffort, RequestName, RequestOptions, Sampling
-from cluster.api.request_fields import GENERATION, REFUSED, Refusal, Refusals
+from cluster.api.request_fields import GENERATION, REFUSED, FieldRefusal, Refusals
 from cluster.api.responses.items import AnyItem, HostedItem, Input, MessageItem, chat_messages
 from cluster.api.responses.tools import FunctionChoice, ResponseTools, ToolSet
 from specray.errors import InvalidRequestError
@@ -31,20 +31,24 @@ Included = Literal[
 
 # Fields that need what this server does not have.
 _STATELESS: Refusals = {
-    "conversation": Refusal((), "conversations are not stored, so send the whole conversation in input"),
-    "background": Refusal((False,), "responses are not stored, so none can be fetched later; set background=false"),
-    "prompt": Refusal((), "there are no stored prompts; send instructions and input"),
-    "truncation": Refusal(("disabled",), "input is never dropped silently; shorten it and set truncation='disabled'"),
-    "context_management": Refusal(([],), "input is never compacted; leave context_management out"),
-    "moderation": Refusal((), "there is no moderation; leave it out"),
+    "conversation": FieldRefusal((), "conversations are not stored, so send the whole conversation in input"),
+    "background": FieldRefusal(
+        (False,), "responses are not stored, so none can be fetched later; set background=false"
+    ),
+    "prompt": FieldRefusal((), "there are no stored prompts; send instructions and input"),
+    "truncation": FieldRefusal(
+        ("disabled",), "input is never dropped silently; shorten it and set truncation='disabled'"
+    ),
+    "context_management": FieldRefusal(([],), "input is never compacted; leave context_management out"),
+    "moderation": FieldRefusal((), "there is no moderation; leave it out"),
 }
 
 
-class Reasoning(Part):
+class ReasoningOptions(BodyPart):
     effort: ReasoningEffort | None = None
 
 
-class TextFormat(Part):
+class TextFormat(BodyPart):
     """`schema`, `name` and the rest of a format are passed on to `response_format`."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -55,7 +59,7 @@ class TextFormat(Part):
         return {"type": self.type, "json_schema": self.model_extra}
 
 
-class TextOptions(Part):
+class TextOptions(BodyPart):
     format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None  # no chat template has it
 
@@ -72,7 +76,7 @@ class InputTokensRequest(Sampling, RequestOptions):
     tools: ResponseTools | None = None
     tool_choice: FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
-    reasoning: Reasoning | None = None
+    reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
 
     @model_validator(mode="before")

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Discriminator, Field, Tag
 
 from cluster.api.errors import UNSUPPORTED_TYPE
-from cluster.api.messages import MAX_TOOLS, ChoiceName, FunctionName, Part, by_type, tag_of_choice
+from cluster.api.messages import MAX_TOOLS, BodyPart, ChoiceName, FunctionName, by_type, tag_of_choice
 from specray.errors import InvalidRequestError
 
 Json = dict[str, Any]
@@ -23,7 +23,7 @@ _HOSTED = (
 )
 
 
-class FunctionTool(Part):
+class FunctionTool(BodyPart):
     """A function of the client's."""
 
     type: Literal["function"]
@@ -37,7 +37,7 @@ class FunctionTool(Part):
         return {"type": "function", "function": {"name": name} | shown}
 
 
-class InputFormat(Part):
+class InputFormat(BodyPart):
     """The form of a custom tool's input. The model is shown a grammar, which is not enforced."""
 
     type: Literal["text", "grammar"]
@@ -45,7 +45,7 @@ class InputFormat(Part):
     definition: Annotated[str, Field(max_length=65_536)] | None = None
 
 
-class CustomTool(Part):
+class CustomTool(BodyPart):
     """A tool of the client's whose input is a text."""
 
     type: Literal["custom"]
@@ -69,7 +69,7 @@ class CustomTool(Part):
 ClientTool = FunctionTool | CustomTool
 
 
-class Namespace(Part):
+class Namespace(BodyPart):
     """Tools of the client's with a common name in front of theirs."""
 
     type: Literal["namespace"]
@@ -85,7 +85,7 @@ class Namespace(Part):
     ]
 
 
-class HostedTool(Part):
+class HostedTool(BodyPart):
     """A tool that OpenAI would run, or that only OpenAI's models know. The model does not see it."""
 
     type: Annotated[str, Field(max_length=64)]
@@ -110,29 +110,29 @@ ResponseTool = Annotated[
 ResponseTools = Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
-class ChosenFunction(Part):
+class NamedToolChoice(BodyPart):
     type: Literal["function", "custom"]
     name: FunctionName
 
 
-class ChosenHosted(Part):
+class ChosenHosted(BodyPart):
     """A tool that is not shown to the model. It may be allowed and is never called."""
 
     type: Annotated[str, Field(max_length=64)]
 
 
-class AllowedFunctions(Part):
+class AllowedFunctions(BodyPart):
     """A `tool_choice` that lets the model see all functions and call some of them."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[ChosenFunction | ChosenHosted], Field(min_length=1, max_length=MAX_TOOLS)]
+    tools: Annotated[list[NamedToolChoice | ChosenHosted], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
 FunctionChoice = Annotated[
     ChoiceName
-    | Annotated[ChosenFunction, Tag("[function]")]
-    | Annotated[ChosenFunction, Tag("[custom]")]
+    | Annotated[NamedToolChoice, Tag("[function]")]
+    | Annotated[NamedToolChoice, Tag("[custom]")]
     | Annotated[AllowedFunctions, Tag("[allowed_tools]")],
     Discriminator(
         tag_of_choice,
@@ -185,15 +185,15 @@ class ToolSet:
     def for_chat(self) -> list[Json]:
         return [tool.for_chat(name.for_chat) for name, tool in self._tools]
 
-    def choice_for_chat(self, choice: str | ChosenFunction | AllowedFunctions | None) -> object:
+    def choice_for_chat(self, choice: str | NamedToolChoice | AllowedFunctions | None) -> object:
         """The same `tool_choice` for a chat. InvalidRequestError if it demands a call that no grammar can enforce."""
-        if isinstance(choice, ChosenFunction):
+        if isinstance(choice, NamedToolChoice):
             self._check_demanded([choice.name])
             return self._chosen(choice)
         if not isinstance(choice, AllowedFunctions):
             self._check_demanded([name.name for name, _ in self._tools] if choice == "required" else [])
             return choice
-        own = [tool for tool in choice.tools if isinstance(tool, ChosenFunction)]
+        own = [tool for tool in choice.tools if isinstance(tool, NamedToolChoice)]
         if not own:
             raise InvalidRequestError("tool_choice allows only tools that OpenAI runs; allow a function", "tool_choice")
         self._check_demanded([tool.name for tool in own] if choice.mode == "required" else [])
@@ -208,7 +208,7 @@ class ToolSet:
                 "tool_choice",
             )
 
-    def _chosen(self, choice: ChosenFunction) -> Json:
+    def _chosen(self, choice: NamedToolChoice) -> Json:
         known = next((name.for_chat for name, _ in self._tools if name.name == choice.name), choice.name)
         return {"type": "function", "function": {"name": known}}
 

@@ -35,7 +35,14 @@ from specray.worker.draft_graphs import DraftGraphs, graphs_of_members
 from specray.worker.remote_drafter.device_ring import DeviceRing
 from specray.worker.remote_drafter.handshake import REFUSED, DrafterHandshake, pack_handshake
 from specray.worker.remote_drafter.ring import HiddenStateRing
-from specray.worker.remote_drafter.wire import DeltaDecoder, Order, Reply, pack, unpack_order, unpack_target_handshake
+from specray.worker.remote_drafter.wire import (
+    DeltaDecoder,
+    DraftReply,
+    Order,
+    pack,
+    unpack_order,
+    unpack_target_handshake,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +89,7 @@ class DraftServer:
                 while True:
                     channel.send(pack(self._reply(unpack_order(channel.recv()), ring, decoder)))
 
-    def _reply(self, order: Order, ring: HiddenStateRing | DeviceRing, decoder: DeltaDecoder) -> Reply:
+    def _reply(self, order: Order, ring: HiddenStateRing | DeviceRing, decoder: DeltaDecoder) -> DraftReply:
         start = time.perf_counter()
         self._drafter.release(order.freed_slots)
         context = decoder.context(order, ring.read(order.region))
@@ -91,10 +98,10 @@ class DraftServer:
         try:
             tree = limited(self._drafter.propose(context), context.requests)
         except DraftFaultError as fault:
-            return Reply.failed(order.number, time.perf_counter() - start, fault.kind)
+            return DraftReply.failed(order.number, time.perf_counter() - start, fault.kind)
         has_others = self._composite is not None and len(self._composite.members) > 1
         roots = context.roots if has_others else None  # one that is broken must not end the others
-        reply = Reply.of(order.number, 0.0, tree, roots)  # waits for the device
+        reply = DraftReply.of(order.number, 0.0, tree, roots)  # waits for the device
         uses = () if self._composite is None else self._composite.take_uses()
         return reply._replace(seconds=time.perf_counter() - start, uses=uses)
 

@@ -56,7 +56,7 @@ class Order(NamedTuple):
     unread_kv_slots: list[int]
 
 
-class Reply(NamedTuple):
+class DraftReply(NamedTuple):
     """Trees of an order's requests, in their order; none after a fault.
 
     They are lists, because a step has few nodes: the target took 0.2 ms to read them as arrays, and takes 0.13 ms.
@@ -71,7 +71,9 @@ class Reply(NamedTuple):
     num_broken: int = 0  # trees that are only roots because their drafter's logits are not finite
 
     @classmethod
-    def of(cls, number: int, seconds: float, tree: DraftTree, roots: Callable[[], Tensor] | None = None) -> "Reply":
+    def of(
+        cls, number: int, seconds: float, tree: DraftTree, roots: Callable[[], Tensor] | None = None
+    ) -> "DraftReply":
         """At most one copy to the host, and one more if a tree has no nodes.
 
         A tree without nodes is that of a drafter whose logits are not finite. It becomes its root, one of `roots`
@@ -90,7 +92,7 @@ class Reply(NamedTuple):
         return cls(number, seconds, trees, scores=scores, num_broken=num_broken)
 
     @classmethod
-    def failed(cls, number: int, seconds: float, fault: DraftFault) -> "Reply":
+    def failed(cls, number: int, seconds: float, fault: DraftFault) -> "DraftReply":
         return cls(number, seconds, [], fault)
 
     def tree(self, num_requests: int, vocab_size: int, max_draft_tokens: int) -> DraftTree:
@@ -111,7 +113,7 @@ class Reply(NamedTuple):
         return made._replace(scores=torch.tensor(padded, dtype=torch.float32))
 
 
-def pack(message: TargetHandshake | Order | Reply) -> bytes:
+def pack(message: TargetHandshake | Order | DraftReply) -> bytes:
     data: bytes = msgpack.packb(message)
     return data
 
@@ -127,10 +129,10 @@ def unpack_order(data: bytes) -> Order:
     return Order(number, region, freed, entered, [RequestDelta(*fields) for fields in deltas], drafted, read, unread)
 
 
-def unpack_reply(data: bytes) -> Reply:
-    """ValueError for anything that is not a reply. `Reply.tree` checks the trees."""
+def unpack_reply(data: bytes) -> DraftReply:
+    """ValueError for anything that is not a reply. `DraftReply.tree` checks the trees."""
     try:
-        reply = Reply(*msgpack.unpackb(data))
+        reply = DraftReply(*msgpack.unpackb(data))
         if type(reply.fault) not in (str, type(None)):  # the enum would print it, however deeply it is nested
             raise ValueError("its fault is not a string")
         fault = None if reply.fault is None else DraftFault(reply.fault)
@@ -214,7 +216,7 @@ class DeltaDecoder:
 
 
 def _trees(data: Sequence[object]) -> list[TreeLists]:
-    """ValueError for anything that is not pairs of lists of integers. `Reply.tree` checks the trees."""
+    """ValueError for anything that is not pairs of lists of integers. `DraftReply.tree` checks the trees."""
     trees = []
     for pair in data:
         if (

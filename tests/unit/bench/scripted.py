@@ -6,7 +6,7 @@ from dataclasses import replace
 from specray.bench.measure import Key, Record, Settings
 from specray.bench.prompts import Prompt
 from specray.bench.session import Session
-from specray.bench.variants import Reply, Run
+from specray.bench.variants import Run, TimedReply
 from specray.config import SpeculativeConfig
 from specray.outputs import RequestUsage
 
@@ -53,4 +53,4 @@ class ScriptedSession(Session):
     def _run(self, name: str, settings: Settings) -> Run:
         tokens = self.answer(name, settings)
         seconds = len(tokens) / self.speed(name, settings.concurrency)
-        return Run([Reply(tokens, 0.1, seconds, self.usage(name, settings))], seconds, [0.01])
+        return Run([TimedReply(tokens, 0.1, seconds, self.usage(name, settings))], seconds, [0.01])

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from specray.bench import measure
 from specray.bench.measure import Settings, compare
 from specray.bench.prompts import Prompt
-from specray.bench.variants import BenchRequest, Reply, Run
+from specray.bench.variants import BenchRequest, Run, TimedReply
 
 PROMPTS = [Prompt(id=i, category="ab"[i % 2], turns=(f"question {i}", f"more {i}")) for i in range(6)]
 
@@ -37,7 +37,7 @@ class NotingVariant:
         assert 1 <= len(requests) <= 4 * concurrency
         self._log.append((self.name, ["".join(map(chr, request.token_ids)) for request in requests], cache_salt))
         self.requests += requests
-        return Run([Reply([ord("!")], 0.1, 0.2) for _ in requests], 0.2, [])
+        return Run([TimedReply([ord("!")], 0.1, 0.2) for _ in requests], 0.2, [])
 
 
 @pytest.fixture(autouse=True)

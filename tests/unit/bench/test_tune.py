@@ -9,7 +9,7 @@ import yaml
 from specray.bench import tune
 from specray.bench.measure import Settings
 from specray.bench.prompts import Prompt
-from specray.bench.tune import Outcome, best_half, make_candidates, output, prompts_of_round, search, yaml_block
+from specray.bench.tune import SearchResult, best_half, make_candidates, output, prompts_of_round, search, yaml_block
 from specray.bench.variants import PLAIN
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.errors import ConfigError
@@ -25,7 +25,7 @@ def speed(variant: str, concurrency: int) -> float:
     return dict(SPEEDS, plain=(10, 40))[variant][concurrency > 1]
 
 
-def outcome_of(session: ScriptedSession, num_rounds: int = 3) -> Outcome:
+def outcome_of(session: ScriptedSession, num_rounds: int = 3) -> SearchResult:
     candidates = make_candidates(METHOD, list(SPEEDS))
     return search(session, candidates, PROMPTS, Settings(max_tokens=6), [1, 8], num_rounds, num_prompts=4)
 

@@ -12,7 +12,7 @@ import pytest
 
 from specray.cli import main as cli
 from specray.cli.arguments import server_url
-from specray.cli.chat import Answer
+from specray.cli.chat import StreamedAnswer
 
 PIECES = ["Par", "is", "."]
 USAGE = {
@@ -129,7 +129,7 @@ def test_a_server_with_keys_gets_that_of_the_option_or_the_environment(
 
 
 def test_an_answer_without_speculation_has_no_accept_length() -> None:
-    answer = Answer("x", {"completion_tokens": 4}, seconds=2.0)
+    answer = StreamedAnswer("x", {"completion_tokens": 4}, seconds=2.0)
     assert answer.summary() == "4 tokens, 2.0 tokens/s"
 
 

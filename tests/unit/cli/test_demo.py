@@ -2,16 +2,16 @@
 
 import pytest
 
-from specray.cli.chat import Answer
+from specray.cli.chat import StreamedAnswer
 from specray.cli.demo import QUESTIONS, Pair, report
 
 
-def make_answers(text: str, seconds: float) -> list[Answer]:
+def make_answers(text: str, seconds: float) -> list[StreamedAnswer]:
     usage = {"completion_tokens": 60, "speculative": {"accept_length": 2.5}}
-    return [Answer(f"{text} {title}", usage, seconds) for title in QUESTIONS]
+    return [StreamedAnswer(f"{text} {title}", usage, seconds) for title in QUESTIONS]
 
 
-def pairs(speculative: list[Answer], plain: list[Answer]) -> list[Pair]:
+def pairs(speculative: list[StreamedAnswer], plain: list[StreamedAnswer]) -> list[Pair]:
     return [Pair(*both) for both in zip(speculative, plain, strict=True)]
 
 

@@ -12,7 +12,7 @@ from specray.config import SpeculativeConfig
 from specray.errors import ConfigError
 from specray.sampling_params import SamplingParams
 from specray.train.batches import AnswerFolder, Collate
-from specray.train.draft_model import DraftModel, kept_layers
+from specray.train.draft_model import TrainedDraftModel, kept_layers
 from specray.train.shards import TokenSequence, write_shard
 from specray.train.target import Target, load_target
 from specray.train.unroll import Batch, labeled_positions, unroll
@@ -29,9 +29,9 @@ def target_at(folder: Path) -> Target:
     return load_target(str(folder), torch.float32, CPU, 128)
 
 
-def whole(target: Target) -> DraftModel:
+def whole(target: Target) -> TrainedDraftModel:
     """A draft model with all of the target's layers."""
-    model = DraftModel(target.shape, ALL_IDS, range(target.shape.num_layers))
+    model = TrainedDraftModel(target.shape, ALL_IDS, range(target.shape.num_layers))
     model.start_from(target)
     return model
 
@@ -78,7 +78,7 @@ def test_validation_of_a_copy_of_the_target_is_perfect(tmp_path: Path) -> None:
     figures = validator(whole(target))
     assert figures is not None
     assert figures.accept_length > 0.97 * (1 + DEPTHS)  # answers are stored in bfloat16
-    half = DraftModel(target.shape, ALL_IDS, [0])
+    half = TrainedDraftModel(target.shape, ALL_IDS, [0])
     half.start_from(target)
     worse = validator(half)
     assert worse is not None

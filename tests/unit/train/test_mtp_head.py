@@ -11,7 +11,7 @@ from specray.config import SpeculativeConfig
 from specray.models.mtp import MtpHead as ServedHead
 from specray.models.mtp import load_mtp_layers
 from specray.models.target_matrices import TargetMatrices
-from specray.train.heads import MtpHead
+from specray.train.heads import TrainedMtpHead
 from specray.train.settings import TrainSettings
 from specray.train.target import Target, load_target
 from specray.train.trainer import Trainer
@@ -50,7 +50,7 @@ def a_batch() -> Batch:
 @torch.no_grad()
 def test_unrolled_steps_equal_served_ones(trainer: Trainer, tmp_path: Path) -> None:
     target, head, batch = load_target(str(tmp_path / "target"), torch.float32, CPU, 64), trainer.head, a_batch()
-    assert isinstance(head, MtpHead)
+    assert isinstance(head, TrainedMtpHead)
     served = ServedHead(load_mtp_layers(tmp_path / "run" / "head", "auto", matrices(target)))
     per_row, seen = batch.token_ids.shape[1] - batch.start, 0
     for depth, step in enumerate(unroll(head, target, batch, labeled_positions(batch), STEPS)):
@@ -78,7 +78,7 @@ def matrices(target: Target) -> TargetMatrices:
 
 def test_initial_mtp_layer_passes_the_targets_state_on(tmp_path: Path) -> None:
     target = load_target(str(write_answers(tmp_path).parent / "target"), torch.float32, CPU, 64)
-    head, batch = MtpHead(target.shape, torch.arange(VOCAB_SIZE)), a_batch()
+    head, batch = TrainedMtpHead(target.shape, torch.arange(VOCAB_SIZE)), a_batch()
     head.start_from(target)
     states = torch.nn.functional.rms_norm(batch.aux_hidden_states, (HIDDEN,)) * target.norm
     final = Batch(batch.token_ids, batch.lengths, batch.prompt_lengths, states, batch.final)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from specray.cli.main import main
 from specray.train.batches import AnswerFolder
-from specray.train.heads import Eagle2Head, ParallelHead
+from specray.train.heads import TrainedEagle2Head, TrainedParallelHead
 from specray.train.mask_start import fit_mask
 from specray.train.settings import TrainSettings
 from specray.train.trainer import Trainer
@@ -37,7 +37,7 @@ def first_error(trainer: Trainer, folder: AnswerFolder) -> float:
     answer = folder[folder.names()[0]][0]
     batch = trainer._collate([answer])
     aux_hidden_states = batch.aux_hidden_states[:, :-2]
-    if isinstance(head, Eagle2Head):
+    if isinstance(head, TrainedEagle2Head):
         guess = head.fc(torch.cat((target.embed(batch.token_ids[:, 1:-1]), aux_hidden_states), -1))
     else:
         guess = head.outputs(head.enter(aux_hidden_states))
@@ -53,7 +53,7 @@ def test_masks_start_by_attending_to_the_last_position(
     )
     trainer = Trainer(settings, write_answers(tmp_path), tmp_path / "run", CPU)
     head = trainer.head
-    assert isinstance(head, ParallelHead)
+    assert isinstance(head, TrainedParallelHead)
     attention = (head.midlayer if num_layers == 1 else head.layers[0]).self_attn
     for projection in (attention.q_proj, attention.k_proj):  # so that attention is not even, as in a trained head
         projection.weight.data *= 20
@@ -107,7 +107,7 @@ def test_a_mask_that_was_trained_is_kept(tmp_path: Path) -> None:
 def log_weight_of_last(trainer: Trainer, mask: int, monkeypatch: pytest.MonkeyPatch) -> float:
     """The mean logarithm of the last known position's weight for a mask, in the first layer, over one answer."""
     head, target, folder = trainer.head, trainer._target, trainer._folder
-    assert isinstance(head, ParallelHead)
+    assert isinstance(head, TrainedParallelHead)
     batch = trainer._collate([folder[folder.names()[0]][0]])
     softmax, weights = torch.Tensor.softmax, []
     with monkeypatch.context() as patch:

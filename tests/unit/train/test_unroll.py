@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from specray.train.heads import Eagle2Head, Eagle3Head, ParallelHead
+from specray.train.heads import TrainedEagle2Head, TrainedEagle3Head, TrainedParallelHead
 from specray.train.target import Target, load_target
 from specray.train.unroll import Batch, labeled_positions, unroll
 from tests.support.toy import VOCAB_SIZE, write_toy
 
 STEPS = 3
-Head = Eagle2Head | Eagle3Head
+Head = TrainedEagle2Head | TrainedEagle3Head
 
 
 @pytest.fixture
@@ -25,9 +25,9 @@ def a_head(kind: str, target: Target, num_layers: int = 1) -> Head:
     shape = replace(target.shape, num_layers=num_layers)
     ids = torch.arange(0, VOCAB_SIZE, 2)
     made: dict[str, Callable[[], Head]] = {
-        "eagle3": lambda: Eagle3Head(shape, ids),
-        "eagle2": lambda: Eagle2Head(shape, ids, bias=True),
-        "parallel": lambda: ParallelHead(shape, ids, mask_token_id=5),
+        "eagle3": lambda: TrainedEagle3Head(shape, ids),
+        "eagle2": lambda: TrainedEagle2Head(shape, ids, bias=True),
+        "parallel": lambda: TrainedParallelHead(shape, ids, mask_token_id=5),
     }
     head = made[kind]()
     head.start_from(target)
@@ -55,7 +55,7 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def naive_outputs(head: Head, target: Target, batch: Batch, row: int, start: int) -> list[Tensor]:
     """Outputs of the chain at position `start`, computed one position and one step at a time as in serving."""
     weights = {name: tensor.float() for name, tensor in head.state_dict().items()}
-    eagle3, num_layers = isinstance(head, Eagle3Head), head.shape.num_layers
+    eagle3, num_layers = isinstance(head, TrainedEagle3Head), head.shape.num_layers
     prefixes = ["midlayer."] if eagle3 and num_layers == 1 else [f"layers.{layer}." for layer in range(num_layers)]
     eps, dim = target.shape.eps, target.shape.head_dim
     fold = target.shape.heads_per_group
@@ -114,7 +114,7 @@ def naive_outputs(head: Head, target: Target, batch: Batch, row: int, start: int
         if position + 1 >= batch.token_ids.shape[1]:
             break
         token = batch.token_ids[row, position + 1]
-        if step and isinstance(head, ParallelHead):
+        if step and isinstance(head, TrainedParallelHead):
             token, state = torch.tensor(head.mask_token_id), entered(weights["mask_hidden"][0])
         state = through_layers(token, state, position)
         outputs.append(norm(state, weights["norm.weight"], eps) if eagle3 else state)

@@ -11,7 +11,7 @@ from specray.outputs import Generation
 from specray.sampling_params import SamplingParams
 from specray.spec_decode.draft_tree import DraftTree
 from specray.worker.remote_drafter import source
-from specray.worker.remote_drafter.wire import Reply
+from specray.worker.remote_drafter.wire import DraftReply
 from tests.support.colocated import Colocated
 from tests.support.engine import make_llm
 from tests.support.methods import METHODS
@@ -36,8 +36,8 @@ def conversions(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     count(DraftTree, "from_lists", lambda trees, *_: trees)
     count(DraftTree, "to_lists", lambda tree: len(tree.num_nodes))
-    count(Reply, "of", lambda _number, _seconds, tree, *_: len(tree.num_nodes))
-    count(Reply, "tree", lambda _reply, num_requests, *_: num_requests)
+    count(DraftReply, "of", lambda _number, _seconds, tree, *_: len(tree.num_nodes))
+    count(DraftReply, "tree", lambda _reply, num_requests, *_: num_requests)
     return counts
 
 

@@ -15,7 +15,7 @@ from specray.spec_decode.draft_tree import DraftTree
 from specray.step import DrafterUse, DraftFault
 from specray.worker.remote_drafter.wire import (
     DeltaEncoder,
-    Reply,
+    DraftReply,
     _lists,
     _lists_from_device,
     pack,
@@ -24,7 +24,7 @@ from specray.worker.remote_drafter.wire import (
 )
 from tests.support.drafters import Tokens, make_context
 
-REPLY = Reply.of(1, 0.5, DraftTree.chains(torch.tensor([[9, 3]])))
+REPLY = DraftReply.of(1, 0.5, DraftTree.chains(torch.tensor([[9, 3]])))
 USE = DrafterUse("head", 0.1, 0.2, 3, 4, 5, 0)
 
 
@@ -38,7 +38,7 @@ def test_the_next_order_after_missed_steps_names_their_kv_slots_once() -> None:
 
 def test_scores_cross_the_socket() -> None:
     tree = DraftTree.chains(torch.tensor([[9, 3], [9, 4]]))._replace(scores=torch.tensor([[1.0, 0.3], [1.0, 0.7]]))
-    received = unpack_reply(pack(Reply.of(1, 0.5, tree))).tree(2, vocab_size=10, max_draft_tokens=1)
+    received = unpack_reply(pack(DraftReply.of(1, 0.5, tree))).tree(2, vocab_size=10, max_draft_tokens=1)
     assert received.scores is not None
     assert torch.equal(received.scores, torch.tensor([[1.0, 0.3], [1.0, 0.7]]))
     assert REPLY.tree(1, vocab_size=10, max_draft_tokens=1).scores is None
@@ -49,7 +49,7 @@ def test_one_copy_to_the_host_keeps_all_of_a_tree(scores: torch.Tensor | None) -
     tokens, parents = torch.tensor([[9, 3, 4], [9, 4, -1]]), torch.tensor([[-1, 0, 0], [-1, 0, -1]])
     tree = DraftTree(tokens, parents, torch.tensor([3, 2]), 1, scores=scores)
     assert _lists_from_device(tree) == _lists(tree)
-    received = Reply.of(1, 0.5, tree).tree(2, vocab_size=10, max_draft_tokens=2)
+    received = DraftReply.of(1, 0.5, tree).tree(2, vocab_size=10, max_draft_tokens=2)
     assert torch.equal(received.tokens, tokens)
     assert torch.equal(received.parents, parents)
 
@@ -57,8 +57,8 @@ def test_one_copy_to_the_host_keeps_all_of_a_tree(scores: torch.Tensor | None) -
 def test_of_several_drafters_one_that_is_broken_leaves_the_others_trees() -> None:
     tree = DraftTree(torch.tensor([[9, 3], [-1, -1]]), torch.tensor([[-1, 0], [-1, -1]]), torch.tensor([2, 0]), 1)
     tree = tree._replace(scores=torch.tensor([[1.0, 0.3], [0.0, 0.0]]))
-    assert Reply.of(1, 0.5, tree).fault is DraftFault.NOT_A_NUMBER
-    reply = unpack_reply(pack(Reply.of(1, 0.5, tree, lambda: torch.tensor([9, 8]))))
+    assert DraftReply.of(1, 0.5, tree).fault is DraftFault.NOT_A_NUMBER
+    reply = unpack_reply(pack(DraftReply.of(1, 0.5, tree, lambda: torch.tensor([9, 8]))))
     received = reply.tree(2, vocab_size=10, max_draft_tokens=1)
     assert (reply.fault, reply.num_broken) == (None, 1)
     assert received.num_nodes.tolist() == [2, 1]
@@ -86,7 +86,7 @@ def test_scores_that_are_no_probabilities_are_no_reply(score: float) -> None:
 
 def test_a_fault_that_cannot_be_printed_is_no_reply() -> None:
     parts = [msgpack.packb(part) for part in REPLY]
-    parts[Reply._fields.index("fault")] = b"\x91" * 1010 + b"\x90"  # a list in a list in a list …
+    parts[DraftReply._fields.index("fault")] = b"\x91" * 1010 + b"\x90"  # a list in a list in a list …
     with pytest.raises(ValueError, match="not a reply"):
         unpack_reply(bytes([0x90 + len(parts)]) + b"".join(parts))
 
