@@ -18,7 +18,7 @@ from cluster.engine.node_resources import check_node_resources
 from cluster.engine.placement import bundles, strategy, uses_gpus
 from cluster.engine.router import Router
 from cluster.http_port import check_http_port
-from cluster.serve_variables import LARGE_MESSAGES, ONE_LOOP
+from cluster.process_settings import LARGE_MESSAGES, ONE_LOOP
 from specray.models.files import is_here
 from specray.spec_decode import check_speculative
 from specray.unsupported_options import options_without_effect

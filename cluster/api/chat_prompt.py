@@ -57,7 +57,7 @@ def chat_prompt(body: ChatRequest, calls: ToolFormat | None, template: str) -> C
 
 
 def with_one_system_message(messages: Sequence[Json]) -> list[Json]:
-    """The same conversation with the texts of all its system messages in one, which comes first."""
+    """`messages` with the texts of all system messages joined into one message, which comes first."""
     texts = [message["content"] for message in messages if message["role"] == "system"]
     others = [message for message in messages if message["role"] != "system"]
     return [{"role": "system", "content": "\n\n".join(texts)}, *others] if texts else others

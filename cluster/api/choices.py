@@ -69,7 +69,7 @@ def seed_of(params: SamplingParams, index: int) -> int:
 
 
 def seeded(params: SamplingParams) -> SamplingParams:
-    """The same options with a seed: the client's, or a random one."""
+    """`params` with a seed: the client's, or a random one."""
     return params if params.seed is not None else replace(params, seed=fresh_seed())
 
 

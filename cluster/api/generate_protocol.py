@@ -131,7 +131,7 @@ class GenerateRequest(RequestOptions):
         return prompt
 
     def with_defaults(self, defaults: Mapping[str, float | int]) -> Self:
-        """The same with the model's own default for each sampling option that is absent."""
+        """A copy with the model's default for each sampling option that is absent."""
         own = self.sampling_params
         each = [options.with_defaults(defaults) for options in (own if isinstance(own, list) else [own])]
         return self.model_copy(update={"sampling_params": each if isinstance(own, list) else each[0]})

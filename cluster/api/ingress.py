@@ -13,8 +13,7 @@ from cluster.api.app import create_app
 from cluster.api.service import Service
 from cluster.api.tokenization import Tokenization
 from cluster.config import AppConfig
-from cluster.garbage_collection import frozen_garbage_collection
-from cluster.log_level import set_log_level
+from cluster.process_settings import frozen_garbage_collection, set_log_level
 from cluster.routing.replicas import ServeReplicaDirectory
 from cluster.routing.router_pool import RouterPool
 from specray.models.files import target_folder

@@ -193,7 +193,7 @@ class Message(BodyPart):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: JoinedText | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None  # vLLM's name of the same
+    reasoning: str | None = None  # vLLM's name of reasoning_content
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_call_id: CallId | None = None
     function_call: None = None

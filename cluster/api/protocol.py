@@ -157,7 +157,7 @@ class Sampling(Body):
     skip_special_tokens: bool | None = None
 
     def with_defaults(self, defaults: Mapping[str, float | int]) -> Self:
-        """The same with the model's own default for each option that is absent."""
+        """A copy with the model's default for each option that is absent."""
         return self.model_copy(update={name: v for name, v in defaults.items() if getattr(self, name) is None})
 
     def _params(self, **own: object) -> SamplingParams:
@@ -223,7 +223,7 @@ class RequestOptions(Body):
 
 
 class ReplyOptions(NamedTuple):
-    """What a request wants to see beside the text."""
+    """Fields of a reply beside the text that a request asks for."""
 
     usage: bool = False  # at the end of a stream
     continuous_usage: bool = False  # in every chunk
@@ -255,7 +255,7 @@ class OpenAIRequest(Sampling, GrammarFields, RequestOptions):
     max_tokens: Annotated[MaxTokens | None, FROM_TEXT] = None
     min_tokens: Annotated[MinTokens | None, FROM_TEXT] = None
     include_stop_str_in_output: bool | None = None
-    no_stop_trim: bool | None = None  # SGLang's name of the same
+    no_stop_trim: bool | None = None  # SGLang's name of include_stop_str_in_output
     allowed_token_ids: AllowedTokenIds | None = None
     truncate_prompt_tokens: PromptLimit | None = None
     truncation_side: Literal["left", "right"] | None = None  # which end of the prompt is dropped; left without it

@@ -5,8 +5,6 @@ more plain-text errors, such as a 404 for every path while no application runs. 
 RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names it, as `specray serve` arranges.
 """
 
-import json
-
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -36,10 +34,9 @@ class HeaderCheck:
         if problem is None:
             await self.app(scope, receive, send)
             return
-        body = {"message": problem, "type": "invalid_request_error", "param": None, "code": "invalid_header"}
-        headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
-        await send({"type": "http.response.start", "status": 400, "headers": headers})
-        await send({"type": "http.response.body", "body": json.dumps({"error": body}).encode()})
+        response = error_response(ApiError(400, problem, code="invalid_header"))
+        response.headers["connection"] = "close"
+        await response(scope, receive, send)
 
 
 class ProxyErrors:

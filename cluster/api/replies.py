@@ -146,7 +146,7 @@ class OpenAIReply:
         return self._metadata.fields(self.kind) | {"choices": choices, "usage": self._usage()}
 
     def _extras(self, choice: Completion) -> Json:
-        """What the request's options add to a whole choice."""
+        """Fields that the request's options add to a whole choice."""
         return self._token_ids(choice, choice.token_ids) if self._options.token_ids else {}
 
     def _token_ids(self, _: Completion, token_ids: list[int]) -> Json:
@@ -160,7 +160,7 @@ class OpenAIReply:
         return bool(output.logprobs or output.trace or (self._options.token_ids and output.token_ids))
 
     def _prompt_logprobs(self, choice: Completion) -> list[Json | None]:
-        """vLLM's form: by position, the token and the likeliest ones. `rank` is null below those."""
+        """vLLM's form: by position, the token and the most likely ones. Other tokens have no `rank`."""
         scored = [None, *(self._ranked(entry) for entry in choice.prompt_logprobs or [])]
         return scored[: len(self._prompt_of(choice))]
 
@@ -244,7 +244,7 @@ def finite(logprob: float) -> float:
 
 
 def ending(choice: Completion, stop_token_ids: Sequence[int]) -> Json:
-    """How and with which seed a choice ended, in OpenAI's fields.
+    """The finish reason, stop reason and seed of a choice, in OpenAI's fields.
 
     `stop_reason` is vLLM's: the request's stop string or stop token, and null after the model's own end token.
     """

@@ -26,7 +26,7 @@ def _refusals(names: str, *accepted: object, advice: str = "leave it out") -> Re
     return dict.fromkeys(names.split(), FieldRefusal(accepted, advice))
 
 
-# What no endpoint implements, and what only some endpoints make part of the prompt.
+# Fields that no endpoint implements, and fields that only some endpoints put into the prompt.
 REFUSED: Refusals = {
     **_refusals("tools functions tool_calls documents input_embeds prompt_embeds", []),
     **_refusals("image image_data audio_data video_data", [], "", advice="this server takes text only"),
@@ -102,7 +102,7 @@ _REFUSED_DATA = "it describes what another field asks for, and that field is ref
 # Field without effect on an answer -> why it has none here.
 HARMLESS: Mapping[str, str] = {
     **dict.fromkeys(("user", "safety_identifier", "user_profile_id", "workspace_id", "access_programs"), _CLIENT),
-    **dict.fromkeys(("metadata", "store"), "nothing is stored"),
+    **dict.fromkeys(("metadata", "store"), "only `/v1/responses` can store replies, see `server.response_store_mib`"),
     **dict.fromkeys(("service_tier", "speed", "inference_geo", "billing_policy"), "there is one tier"),
     **dict.fromkeys(("prompt_cache_key", "prediction", "kv_hints"), _SPEED),
     **dict.fromkeys(

@@ -35,7 +35,7 @@ TokenTexts = Callable[[int], TokenText]  # by token id
 
 
 def with_token_ids(tokens: TokenTexts) -> TokenTexts:
-    """The same with vLLM's `token_id:ID` for the text, which tells tokens of equal text apart."""
+    """`tokens` with vLLM's `token_id:ID` for the text, which tells tokens of equal text apart."""
     return lambda token_id: TokenText(f"token_id:{token_id}", tokens(token_id).data)
 
 

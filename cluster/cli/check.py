@@ -36,7 +36,7 @@ def check_file(path: Path) -> dict[str, AppConfig]:
 
 
 def check_document(document: Json, source: str) -> dict[str, AppConfig]:
-    """The same for a parsed file; errors refer to it as `source`."""
+    """The SpecRay applications of a parsed configuration, by name. ConfigError, whose message names `source`."""
     deploy = _parse(document, source)
     _refuse_unknown(source, document)
     ours = {app.name: app for app in deploy.applications if app.import_path == IMPORT_PATH}

@@ -78,7 +78,7 @@ ANSWERS: dict[str, str] = {
         "enable-chunked-prefill enable-mixed-chunk enable-dynamic-chunking scheduler-reserve-full-isl"
     ),
     "not needed: tools always work": "enable-auto-tool-choice exclude-tools-when-tool-choice-none",
-    "not needed: grammars are compiled by xgrammar, see docs/structured-output.md": (
+    "not needed: grammars are compiled by llguidance, see docs/structured-output.md": (
         "grammar-backend structured-outputs-config constrained-json-* disable-outlines-disk-cache"
     ),
     "not needed: all methods and headers are allowed for the origins of --server-cors-origins": (

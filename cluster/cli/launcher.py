@@ -32,8 +32,7 @@ from cluster.cli.check import check_document, load, summary
 from cluster.cli.supervise import SERVING
 from cluster.config import AppConfig
 from cluster.engine.node_resources import check_node_resources
-from cluster.log_level import most_verbose, set_log_level
-from cluster.serve_variables import ONE_LOOP
+from cluster.process_settings import ONE_LOOP, most_verbose, set_log_level
 from specray.cli.local_server import reachable
 from specray.errors import ConfigError, SpecRayError
 from specray.private_folders import own
@@ -62,10 +61,10 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 class Stop:
-    """The request to stop, which is the end of standard input: the supervisor's wish, or its death.
+    """The request to stop: the end of standard input, which closes when the supervisor asks for it, or dies.
 
     It is read in a thread, because library code may swallow exceptions of signal handlers. The process then exits in
-    the middle of what it does until it is told that something has to be undone.
+    the middle of its work, unless `undo_within` was called because something has to be undone first.
     """
 
     def __init__(self) -> None:

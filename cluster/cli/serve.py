@@ -42,7 +42,7 @@ from cluster.cli.sglang_environment import check_sglang_environment
 from cluster.cli.supervise import FOLDER
 from cluster.config import AppConfig
 from cluster.engine.node_resources import refuse_impossible
-from cluster.serve_variables import LARGE_MESSAGES, ONE_LOOP
+from cluster.process_settings import LARGE_MESSAGES, ONE_LOOP
 from specray.cli.local_server import refuse_port_in_use
 from specray.errors import ConfigError, SpecRayError
 

@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster.engine.priority import lower_priority_from_environment
-from cluster.garbage_collection import frozen_garbage_collection
 from cluster.liveness.heartbeat import HeartbeatFile
-from cluster.log_level import set_log_level_from_environment
+from cluster.process_settings import frozen_garbage_collection, set_log_level_from_environment
 from specray.config import EngineConfig
 from specray.errors import ConfigError
 from specray.worker.remote_drafter.handshake import DrafterHandshake

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from cluster import log_level
+from cluster import process_settings
 from cluster.config import AppConfig
 from cluster.engine import priority
 from cluster.engine.placement import (
@@ -273,7 +273,7 @@ def rank_environment(config: AppConfig, has_gpu: bool) -> dict[str, str]:
     """
     environment = {
         "OMP_NUM_THREADS": str(rank_threads(config, _num_cores())),
-        log_level.VARIABLE: config.server.log_level,
+        process_settings.LOG_LEVEL: config.server.log_level,
     }
     return environment if has_gpu else environment | {priority.VARIABLE: str(priority.COMPUTING_NICENESS)}
 

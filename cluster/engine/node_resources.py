@@ -14,7 +14,7 @@ from cluster.engine.placement import Bundle, bundles, strategy, uses_gpus
 from specray.errors import ConfigError
 
 SLACK = 1e-4  # Ray counts in units of this size
-# How to need less of a resource, and other resources
+# Resource -> how to need less of it, or provide more.
 REMEDIES = {
     "GPU": "set device: cpu, lower tp_size, or make the GPUs visible to Ray (nvidia-smi lists them)",
     "CPU": "lower server.rank_cpus, router_cpus, ingress_cpus, draft.cpus, num_replicas or tp_size",
@@ -49,7 +49,7 @@ def refuse_impossible(
 
 
 def may_grow(gcs_address: str) -> bool:
-    """Whether nodes may be added: unless the cluster's monitor runs here, and without instructions for that."""
+    """Whether nodes may be added. False only if the cluster's monitor runs here, without autoscaling."""
     for process in psutil.process_iter(["cmdline"]):
         command = " ".join(process.info["cmdline"] or ())
         if "autoscaler" in command and "monitor.py" in command and f"--gcs-address={gcs_address}" in command:

@@ -27,8 +27,8 @@ from cluster.engine.executor import RayExecutor
 from cluster.engine.metrics import RayExporter, log_line
 from cluster.engine.reconciler import DrafterReconciler, drafter_report
 from cluster.liveness.heartbeat import LocalHeartbeat
-from cluster.log_level import set_log_level
 from cluster.messages import ConnectionEnd, DesiredDrafter, Item, Refusal, RouterHeartbeat, RouterInfo
+from cluster.process_settings import set_log_level
 from specray.engine.async_engine import AsyncEngine
 from specray.engine.engine import Engine
 from specray.engine.request import EngineRequest

@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING
 
 from cluster.engine.priority import lower_priority_from_environment
 from cluster.engine.rendezvous import open_store, use_interface
-from cluster.garbage_collection import frozen_garbage_collection
 from cluster.liveness.actors import Place
 from cluster.liveness.heartbeat import HeartbeatFile
 from cluster.liveness.watchdog import watch_router
-from cluster.log_level import set_log_level_from_environment
+from cluster.process_settings import frozen_garbage_collection, set_log_level_from_environment
 from specray.channel import Channel, ChannelClosedError
 from specray.config import EngineConfig
 from specray.engine.executor import Capacity

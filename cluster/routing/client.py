@@ -107,7 +107,6 @@ class RouterClient:
         self._num_poison = 0  # requests given up here since then
         self._end: ConnectionEnd | None = None
         self._closes_when_idle = False
-        self._stream_ended = False
         self._stream = LocalHeartbeat()  # beats with every item
         self._tasks = Tasks()
 
@@ -125,11 +124,6 @@ class RouterClient:
             return ReplicaState(self.replica_id, self.num_unfinished, is_alive=is_alive, is_draining=is_draining)
         kv_usage, acceptance_length = self._heartbeat.kv_usage, self._heartbeat.acceptance_length
         return ReplicaState(self.replica_id, self.num_unfinished, kv_usage, acceptance_length, is_alive, is_draining)
-
-    @property
-    def is_connecting(self) -> bool:
-        """Whether the router's first item has not arrived yet."""
-        return self.info is None and not self._stream_ended
 
     @property
     def since_token_s(self) -> float:
@@ -260,7 +254,7 @@ class RouterClient:
             for part in parts:
                 part.cancel()
             node_id = self.info.node_id if self.info is not None else ""
-            self.info, self._stream_ended = None, True
+            self.info = None
             if self._closes_when_idle:
                 self._end = ConnectionEnd("the router was stopped", [])
             listeners, self._listeners = self._listeners, {}

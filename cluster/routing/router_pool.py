@@ -33,8 +33,7 @@ DIRECTORY_POLL_S = 0.2  # between updates of the list of routers
 RETRY_INTERVAL_S = 1.0
 OPENING_S = 10.0  # that a new request waits for a router that runs but is not connected yet
 DRAINING = "the server is shutting down and accepts no new requests"
-# Engines that may end while they compute a request, for other reasons. One that ends while it computes nothing else
-# decides at once.
+# A request is the cause if so many engines have ended while they computed it, or one that computed nothing else.
 MAX_DEATHS = 3
 NODES_TIMEOUT_S = 3.0
 
@@ -423,11 +422,11 @@ class RequestStream:
         if not suspects:
             return
         lost_nodes, running = await self._router_pool.lost_nodes(), self._router_pool.rank_nodes
-        guilty = [progress for progress in suspects if progress.is_poison(lost_nodes, running)]
-        if not guilty:
+        poison = [progress for progress in suspects if progress.is_poison(lost_nodes, running)]
+        if not poison:
             return
-        self._router_pool.count_poison(len(guilty))
-        name, count = guilty[0].request_id, len(guilty[0].deaths)
+        self._router_pool.count_poison(len(poison))
+        name, count = poison[0].request_id, len(poison[0].deaths)
         logger.error(
             "gave up the request %s: %d engines stopped while they computed it, the last: %s",
             name,
@@ -503,16 +502,19 @@ class _RequestProgress:
         return self._request.request_id
 
     def dies_with(self, lost: RouterLostError) -> bool:
-        """Record that the engine was lost while it computed this request. Whether that may be its fault."""
-        self.deaths = [death for death in self.deaths if death.replica_id != lost.replica_id]  # it was only silent
+        """Record that an engine was lost while it computed this request, and return whether that may be the cause."""
+        self.deaths = [death for death in self.deaths if death.replica_id != lost.replica_id]  # was only silent
         is_known = lost.end.request_ids is not None
-        # A router that ended without a word computed nothing but its first suspect, unless all had passed.
+        # A router that ended without a ConnectionEnd computed only its first suspect, unless it had none.
         was_alone = lost.end.was_alone if is_known else self._has_begun and self._num_steps < PROBATION_STEPS
         self.deaths.append(_Death(lost.replica_id, lost.node_id, was_alone and bool(self.deaths)))
         return self.deaths[-1].was_alone or len(self.deaths) >= MAX_DEATHS
 
     def is_poison(self, lost_nodes: Collection[str], running: Collection[str]) -> bool:
-        """The same without engines that ended with their nodes, and those of `running` replicas, which were silent."""
+        """Whether the losses prove the request to be the cause.
+
+        Engines do not count if they ended with their nodes, or are `running` again because they were only silent.
+        """
         self.deaths = [
             death for death in self.deaths if death.node_id not in lost_nodes and death.replica_id not in running
         ]

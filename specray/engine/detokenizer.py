@@ -11,10 +11,9 @@ from typing import NamedTuple
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from specray.engine.answer_start import AnswerStart
 from specray.engine.stop_strings import StopPrefixes, cut_at_stop
 from specray.outputs import FinishReason
-from specray.sampling_params import SamplingParams
+from specray.sampling_params import ReasoningMarks, SamplingParams
 
 
 class Cut(NamedTuple):
@@ -166,3 +165,30 @@ class TextStream:
         self._num_answer = min(self._num_answer, len(self._text))
         self._num_sent = end - keep
         return text
+
+
+class AnswerStart:
+    """Finds where an output's reasoning ends and its answer begins. Without `marks`, all of it is answer."""
+
+    def __init__(self, marks: ReasoningMarks | None) -> None:
+        self.is_answer = marks is None  # it has begun
+        self._start, self._end, self.has_reasoning = marks or ("", "", False)
+        self._undecided = ""  # text that may be about to contain a mark
+
+    def feed(self, text: str) -> str:
+        """The part of the text so far that is now known to be answer. Called until the answer has begun."""
+        self._undecided += text
+        if not self.has_reasoning:
+            first = self._undecided.lstrip()
+            if self._start.startswith(first) and first != self._start:
+                return ""
+            self.has_reasoning = first.startswith(self._start)
+            self.is_answer = not self.has_reasoning
+            if self.is_answer:
+                return self._undecided
+        _, end, answer = self._undecided.partition(self._end)
+        if end:
+            self.is_answer = True
+            return answer
+        self._undecided = self._undecided[1 - len(self._end) :]
+        return ""

@@ -34,7 +34,7 @@ from specray.outputs import FinishReason, RequestOutput
 from specray.sampling_params import SamplingParams
 from specray.train.answer_options import AnswerOptions
 from specray.train.files import replace_text
-from specray.train.interrupts import Interrupts
+from specray.train.process import Interrupts
 from specray.train.prompts import PromptFile, chat_prompt, read_prompt_file, user_turn
 from specray.train.recorder import HiddenStateRecorder, Recording
 from specray.train.shards import (

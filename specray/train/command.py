@@ -11,7 +11,7 @@ from specray.cli.arguments import not_negative, number_above_0, number_from_0, p
 from specray.config import EMBEDDED_MODEL
 from specray.errors import ConfigError
 from specray.train.answer_options import AnswerOptions, add_answer_arguments
-from specray.train.memory import keep_freed_memory
+from specray.train.process import keep_freed_memory
 
 if TYPE_CHECKING:
     import torch

@@ -37,11 +37,11 @@ from specray.train.draft_model import TrainedDraftModel, TrainedModel, kept_laye
 from specray.train.export import export_head, init_head_width, load_exported
 from specray.train.heads import TrainedEagle2Head, TrainedEagle3Head, TrainedMtpHead, TrainedParallelHead
 from specray.train.hidden_states import HiddenStateComputer
-from specray.train.interrupts import Interrupts
 from specray.train.learner import Learner, autocast
 from specray.train.mask_start import fit_mask
 from specray.train.mtp_start import is_eagle2, start_from_eagle2
 from specray.train.plot import plot_run
+from specray.train.process import Interrupts
 from specray.train.settings import Counters, TrainSettings
 from specray.train.start import start_linear
 from specray.train.target import Target, load_target

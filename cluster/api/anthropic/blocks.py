@@ -81,7 +81,7 @@ class DocumentBlock(BodyPart):
 
 
 class ToolReferenceBlock(BodyPart):
-    """The name of a tool that a search of the client's has found; the tool is offered from then on."""
+    """A tool that the client's tool search has found; the model is offered it from here on."""
 
     type: Literal["tool_reference"]
     tool_name: FunctionName
@@ -201,7 +201,7 @@ class AnthropicMessage(BodyPart):
         return any(isinstance(block, ToolResultBlock) for block in self.blocks)
 
     def for_chat(self) -> Iterator[Json]:
-        """The same in OpenAI's shape, where each tool result is a message of its own, before the user's text."""
+        """The message in OpenAI's shape, where each tool result is a message of its own, before the user's text."""
         for block in self.blocks:
             if isinstance(block, ToolResultBlock):
                 yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": joined(block.content or "")}

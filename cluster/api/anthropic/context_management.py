@@ -13,7 +13,7 @@ _FIELD = "context_management"
 
 
 class Amount(BodyPart):
-    """A number of what `type` says."""
+    """A number of tokens, tool uses or turns, as `type` says; `all` has no number."""
 
     type: Literal["input_tokens", "tool_uses", "thinking_turns", "all"]
     value: Annotated[int, Field(ge=0)] = 0

@@ -18,7 +18,7 @@ _TYPES = {
     504: "timeout_error",
 }
 
-# By this the tool runner of Anthropic's SDK sends whole conversations instead of threads that a server holds.
+# The tool runner of Anthropic's SDK reads this, and then sends whole conversations instead of the ID of a stored one.
 _NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 
 
@@ -37,7 +37,7 @@ def anthropic_error(status: int, message: str, param: str | None, overflow: Over
 
 
 def _overflow_message(overflow: Overflow) -> str:
-    """In Anthropic's words, by which Claude Code shortens the conversation or lowers max_tokens."""
+    """Anthropic's wording: Claude Code recognizes it and shortens the conversation or lowers max_tokens."""
     num_prompt, max_tokens, max_length = overflow
     if num_prompt >= max_length:
         return f"prompt is too long: {num_prompt} tokens > {max_length} maximum"

@@ -118,7 +118,7 @@ class CountTokensRequest(Body):
             self.context_management.check_unchanged(self.messages, num_prompt_tokens)
 
     def for_chat(self) -> ChatRequest:
-        """The same request in OpenAI's shape. Raises ApiError."""
+        """The request in OpenAI's shape. Raises ApiError."""
         return ChatRequest.translated(self._chat_fields())
 
     def _chat_fields(self) -> Json:

@@ -35,7 +35,7 @@ class Parser:
         return self._sink.take()
 
     def end(self, is_cut: bool = False) -> list[Event]:
-        """The events of what was withheld, at the end of the text; `is_cut` if a limit ended it."""
+        """The events of the text that was held back, at its end; `is_cut` if a limit ended it."""
         self._reader.end(is_cut)
         next(self._scanning, None)
         self._sink.finish()

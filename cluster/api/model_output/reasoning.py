@@ -4,10 +4,9 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from cluster.api.model_output.events import Content, Event, EventBuffer, Reasoning
+from cluster.api.model_output.events import Content, Event, EventBuffer, Reasoning, Trimmer
 from cluster.api.model_output.parser import Parser
 from cluster.api.model_output.reader import Reader, Reading
-from cluster.api.model_output.trimmer import Trimmer
 from cluster.config import ReasoningParserName
 from specray.grammar import GrammarSpec, as_format, make_grammar
 from specray.sampling_params import ReasoningMarks

@@ -111,7 +111,7 @@ class LocalShellOutputItem(BodyPart):
 
 
 class HostedItem(BodyPart):
-    """What a tool did that OpenAI ran in an earlier answer. It is dropped."""
+    """A call of a tool that OpenAI ran in an earlier answer. It is dropped."""
 
     type: Literal["web_search_call", "file_search_call", "image_generation_call", "code_interpreter_call"]
 

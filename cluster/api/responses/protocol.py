@@ -17,7 +17,7 @@ from specray.sampling_params import AllowedTokenIds, MaxTokens, MinTokens, NumLo
 Json = dict[str, Any]
 
 LOGPROBS = "message.output_text.logprobs"
-# Apart from log probabilities, these are parts of what this server never makes. Encrypted reasoning is always null.
+# All but log probabilities belong to items that this server never generates. Encrypted reasoning is always null.
 Included = Literal[
     "message.output_text.logprobs",
     "reasoning.encrypted_content",
@@ -29,12 +29,10 @@ Included = Literal[
     "message.input_image.image_url",
 ]
 
-# Fields that need what this server does not have.
-_STATELESS: Refusals = {
+# Fields for which this server has no counterpart.
+_UNAVAILABLE: Refusals = {
     "conversation": FieldRefusal((), "conversations are not stored, so send the whole conversation in input"),
-    "background": FieldRefusal(
-        (False,), "responses are not stored, so none can be fetched later; set background=false"
-    ),
+    "background": FieldRefusal((False,), "a response is generated while its client waits; set background=false"),
     "prompt": FieldRefusal((), "there are no stored prompts; send instructions and input"),
     "truncation": FieldRefusal(
         ("disabled",), "input is never dropped silently; shorten it and set truncation='disabled'"
@@ -67,7 +65,7 @@ class TextOptions(BodyPart):
 class InputTokensRequest(Sampling, RequestOptions):
     """Body of /v1/responses/input_tokens: what becomes part of the prompt."""
 
-    refusals = REFUSED | _STATELESS
+    refusals = REFUSED | _UNAVAILABLE
 
     model: ModelName | None = None
     input: Input = Field(default_factory=list)
@@ -107,11 +105,11 @@ class InputTokensRequest(Sampling, RequestOptions):
         return [MessageItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
 
     def continuing(self, conversation: Sequence[AnyItem]) -> Self:
-        """The same request with the whole conversation in `input`."""
+        """A copy with the whole conversation in `input`."""
         return self.model_copy(update={"input": [*conversation, *self.items]})
 
     def for_chat(self) -> ChatRequest:
-        """The same request for chat completions. Raises ApiError."""
+        """The request for chat completions. Raises ApiError."""
         return ChatRequest.translated(self._chat_fields())
 
     def _chat_fields(self) -> Json:

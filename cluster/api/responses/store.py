@@ -1,4 +1,4 @@
-"""Responses that one ingress replica keeps for `previous_response_id`: in memory, for each client apart, bounded."""
+"""Responses that one ingress replica keeps in memory for `previous_response_id`, by client and up to a limit."""
 
 import json
 from collections import OrderedDict, defaultdict

@@ -186,7 +186,7 @@ class ToolSet:
         return [tool.for_chat(name.for_chat) for name, tool in self._tools]
 
     def choice_for_chat(self, choice: str | NamedToolChoice | AllowedFunctions | None) -> object:
-        """The same `tool_choice` for a chat. InvalidRequestError if it demands a call that no grammar can enforce."""
+        """`tool_choice` of the chat request. InvalidRequestError if it demands a call that no grammar can enforce."""
         if isinstance(choice, NamedToolChoice):
             self._check_demanded([choice.name])
             return self._chosen(choice)

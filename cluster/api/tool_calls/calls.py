@@ -3,9 +3,8 @@
 from collections.abc import Callable, Collection
 from functools import partial
 
-from cluster.api.model_output.events import CallArguments, CallStart, Content, Event, EventBuffer
+from cluster.api.model_output.events import CallArguments, CallStart, Content, Event, EventBuffer, Trimmer
 from cluster.api.model_output.reader import NotACallError, Reader, Reading
-from cluster.api.model_output.trimmer import Trimmer
 
 
 class CallSink:

@@ -7,8 +7,7 @@ from specray.config import MAX_TREE_NODES, SpeculativeConfig
 from specray.engine.drafter_selection.bandit import DrafterBandit
 from specray.engine.drafter_selection.choice import DrafterChoice
 from specray.engine.drafter_selection.counters import count_drafter_tree, count_drafter_use, name_drafters
-from specray.engine.drafter_selection.load import UsualTimes
-from specray.engine.drafter_selection.step_share import StepRow, step_shares
+from specray.engine.drafter_selection.step_time import StepRow, UsualTimes, step_shares
 from specray.engine.drafter_selection.text_kind import NUM_TOKENS, text_kind
 from specray.engine.request import Emitted, Request
 from specray.engine.stats import EngineStats

@@ -11,7 +11,7 @@ from cluster.app import build
 from cluster.config import AppConfig
 from cluster.engine.executor import rank_environment
 from cluster.engine.placement import bundles, draft_resources, rank_resources
-from cluster.serve_variables import LARGE_MESSAGES, ONE_LOOP
+from cluster.process_settings import LARGE_MESSAGES, ONE_LOOP
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.errors import ConfigError
 from tests.support.heads import write_random_head

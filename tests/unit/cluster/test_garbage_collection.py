@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cluster.garbage_collection import frozen_garbage_collection
+from cluster.process_settings import frozen_garbage_collection
 
 
 @pytest.fixture(autouse=True)

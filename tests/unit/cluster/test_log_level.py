@@ -8,7 +8,7 @@ import pytest
 from cluster.app import build
 from cluster.config import AppConfig
 from cluster.engine.executor import rank_environment
-from cluster.log_level import most_verbose, set_log_level, set_log_level_from_environment
+from cluster.process_settings import most_verbose, set_log_level, set_log_level_from_environment
 
 LOGGERS = ("ray.serve", "cluster", "specray")
 

@@ -12,7 +12,7 @@ from cluster.cli.check import check_file
 from cluster.cli.launcher import error_line
 from cluster.cli.serve import RAY_OPTIONS, exposure, main, ray_environment
 from cluster.config import AppConfig
-from cluster.serve_variables import ONE_LOOP
+from cluster.process_settings import ONE_LOOP
 from specray.cli.local_server import free_port
 from tests.support.front_proxy import write_certificate
 
