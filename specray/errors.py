@@ -1,5 +1,7 @@
 """Errors that callers can act on, with their HTTP status. Messages contain the value, the reason and the fix."""
 
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from typing import NamedTuple
 
 
@@ -75,3 +77,14 @@ class EngineDeadError(SpecRayError):
 def is_fault(error: BaseException) -> bool:
     """Whether it is a fault of a library or of ours: an Exception, or a panic of a Rust library, which is none."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """The end of a message about an unknown name: "; did you mean X?", or empty if none of `known` is similar."""
+    close = get_close_matches(name, known, 1, cutoff)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def first_of(names: Sequence[str], most: int = 3) -> str:
+    """Names for a message: the first `most`, and an ellipsis if there are more."""
+    return ", ".join(names[:most]) + (", …" if len(names) > most else "")

@@ -3,7 +3,6 @@
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from difflib import get_close_matches
 from itertools import count, repeat
 from reprlib import repr as short_repr
 from typing import Any, Self, SupportsIndex, cast
@@ -14,7 +13,7 @@ from tqdm import tqdm
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.engine.engine import Engine
 from specray.engine.request import EngineRequest
-from specray.errors import ConfigError, EngineDeadError, InvalidRequestError, QueueFullError
+from specray.errors import ConfigError, EngineDeadError, InvalidRequestError, QueueFullError, did_you_mean
 from specray.models.files import target_folder
 from specray.models.target_model import TargetModel
 from specray.models.tokenizer import NO_VARIABLES, Message, load_tokenizer, render_chat, sampling_defaults
@@ -239,8 +238,7 @@ def _config_of(model: str | EngineConfig | None, options: dict[str, Any]) -> Eng
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"]))
-        close = get_close_matches(name, EngineConfig.model_fields, 1, 0.5) if first["type"] == "extra_forbidden" else []
-        hint = f"; did you mean {close[0]}?" if close else ""
+        hint = did_you_mean(name, EngineConfig.model_fields, 0.5) if first["type"] == "extra_forbidden" else ""
         raise ConfigError(f"{name or 'options'}={short_repr(first['input'])}: {first['msg']}{hint}") from None
 
 
@@ -272,11 +270,8 @@ def _params(params: Params) -> SamplingParams:
         raise _wrong_type("sampling_params", params, "SamplingParams or a dict of its options")
     known = [field.name for field in fields(SamplingParams)]
     if unknown := [str(name) for name in params if name not in known]:
-        close = get_close_matches(unknown[0], known, 1, 0.5)
-        raise InvalidRequestError(
-            f"sampling_params has no option {unknown[0]!r}; {f'did you mean {close[0]}?' if close else 'leave it out'}",
-            "sampling_params",
-        )
+        hint = did_you_mean(unknown[0], known, 0.5) or "; leave it out"
+        raise InvalidRequestError(f"sampling_params has no option {unknown[0]!r}{hint}", "sampling_params")
     return make_sampling_params(**params)
 
 

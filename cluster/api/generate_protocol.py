@@ -1,7 +1,6 @@
 """The body of SGLang's /generate."""
 
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
@@ -9,7 +8,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 from cluster.api.prompts import MAX_PROMPTS, PromptField, PromptSet, check_choices
 from cluster.api.protocol import FROM_TEXT, GrammarFields, ModelName, RequestName, RequestOptions, Sampling
 from cluster.api.request_fields import GENERATION, HARMLESS, REFUSED
-from specray.errors import InvalidRequestError
+from specray.errors import InvalidRequestError, did_you_mean
 from specray.sampling_params import LogprobTokenIds, MaxTokens, MinTokens, NumLogprobs, SamplingParams, Seed
 
 GENERATE_MAX_TOKENS = 128  # SGLang's default
@@ -39,8 +38,7 @@ class GenerateSampling(Sampling, GrammarFields):
         known = (*cls.model_fields, *REFUSED, *HARMLESS)
         for name in value if isinstance(value, Mapping) else ():
             if name not in known:
-                close = get_close_matches(str(name)[:64], cls.model_fields, 1, 0.4)
-                hint = f"; did you mean {close[0]}?" if close else "; leave it out"
+                hint = did_you_mean(str(name)[:64], cls.model_fields, 0.4) or "; leave it out"
                 raise InvalidRequestError(
                     f"sampling_params has no option {str(name)[:64]!r}{hint}", f"sampling_params.{str(name)[:64]}"
                 )

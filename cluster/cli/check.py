@@ -4,8 +4,6 @@
 `cluster.config`, `specray.config` and Ray's schema.
 """
 
-from collections.abc import Iterable
-from difflib import get_close_matches
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -17,7 +15,7 @@ from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDep
 from cluster.api.keys import KeyRing
 from cluster.cli.flags import flags
 from cluster.config import AppConfig
-from specray.errors import ConfigError
+from specray.errors import ConfigError, did_you_mean
 from specray.models.files import is_here, looks_local, resolve_model
 from specray.spec_decode import check_speculative
 from specray.yaml_file import read_mapping
@@ -84,12 +82,6 @@ def summary(app: AppConfig) -> str:
     return f"{app.model}, {app.dtype}, {drafts}, tensor parallel {app.tp_size}"
 
 
-def suggestion(name: str, options: Iterable[str]) -> str:
-    """The end of an error message about an unknown name."""
-    close = get_close_matches(name, options, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
-
-
 def _parse(document: Json, source: str) -> ServeDeploySchema:
     try:
         return ServeDeploySchema.model_validate(document)
@@ -105,7 +97,7 @@ def _refuse_unknown(source: str, document: Json) -> None:
     ]
     parts += [(f"applications.{i}.", app, ServeApplicationSchema) for i, app in enumerate(document["applications"])]
     problems = [
-        f"{source}: {prefix}{key}: unknown option{suggestion(str(key), schema.model_fields)}"
+        f"{source}: {prefix}{key}: unknown option{did_you_mean(str(key), schema.model_fields)}"
         for prefix, part, schema in parts
         for key in part
         if key not in schema.model_fields
@@ -144,7 +136,7 @@ def _describe(source: str, prefix: str, error: ValidationError) -> str:
 def _problem(problem: ErrorDetails) -> str:
     place = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
-        return f"{place}: unknown option{suggestion(str(problem['loc'][-1]), _option_names())}"
+        return f"{place}: unknown option{did_you_mean(str(problem['loc'][-1]), _option_names())}"
     if problem["type"] == "value_error":  # our own validators; their messages name the values
         return f"{place}: {problem['ctx']['error']}"
     return f"{place}={shorten(repr(problem['input']), 80)}: {problem['msg']}"

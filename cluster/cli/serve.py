@@ -32,7 +32,6 @@ from cluster.cli.check import (
     check_paths,
     find_files,
     load,
-    suggestion,
     summary,
 )
 from cluster.cli.engine_flags import answer
@@ -44,7 +43,7 @@ from cluster.config import AppConfig
 from cluster.engine.node_resources import refuse_impossible
 from cluster.process_settings import LARGE_MESSAGES, ONE_LOOP
 from specray.cli.local_server import refuse_port_in_use
-from specray.errors import ConfigError, SpecRayError
+from specray.errors import ConfigError, SpecRayError, did_you_mean
 
 DESCRIPTION = """\
 Start Ray and serve a model until Ctrl-C or SIGTERM. FILE is a configuration for `serve run`; flags override it. The
@@ -233,7 +232,7 @@ def _unknown(flag: str, parser: argparse.ArgumentParser) -> str:
     if instead := answer(flag):
         return f"{flag}: SpecRay does not have this flag of SGLang or vLLM; {instead}"
     names = re.findall(r"--[a-z0-9-]+", parser.format_help())
-    return f"{flag}: unknown flag{suggestion(flag, names)}"
+    return f"{flag}: unknown flag{did_you_mean(flag, names)}"
 
 
 def _is_configuration(path: Path) -> bool:

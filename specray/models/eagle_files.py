@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from specray.errors import ConfigError
+from specray.errors import ConfigError, first_of
 from specray.models.llama_config import LlamaConfig
 from specray.models.llama_shape import LlamaShape
 from specray.models.loading import Loader
@@ -182,7 +182,7 @@ class TensorNames:
         if len(layers) != 1 or not (is_third or stored & set(_spellings("fc.weight", "fusion_fc.weight"))):
             raise ConfigError(
                 f"{folder} holds no EAGLE head: expected fc.weight and one layer, midlayer.* or layers.0.*, "
-                f"found {', '.join(sorted(stored)[:6])}{', …' if len(stored) > 6 else ''}; "
+                f"found {first_of(sorted(stored), 6)}; "
                 "check speculative.draft_model_path"
             )
         return cls(stored, layers[0], 3 if is_third else 2)
@@ -274,7 +274,7 @@ def check_rest(loader: Loader, names: TensorNames, shape: LlamaShape) -> None:
     if extra:
         raise ConfigError(
             f"{loader.path(extra[0])}: {len(extra)} tensors are not part of an EAGLE-{names.kind} head with this "
-            f"config.json: {', '.join(extra[:4])}{', …' if len(extra) > 4 else ''}; "
+            f"config.json: {first_of(extra, 4)}; "
             "the weights and the config do not belong together"
         )
 

@@ -24,7 +24,7 @@ from gguf import GGUFReader, ReaderTensor, dequantize
 from tqdm import tqdm
 
 from specray.caches import cache_root
-from specray.errors import ConfigError
+from specray.errors import ConfigError, first_of
 from specray.models.gguf_blocks import BLOCK_TYPES, BLOCKS_FILE
 
 _LAYOUT_VERSION = 3  # raise it when the converted folders change, so that old ones are not used
@@ -68,8 +68,8 @@ def gguf_parts(path: Path) -> list[Path]:
     missing = [part.name for part in paths if not part.is_file()]
     if missing or not paths:
         raise ConfigError(
-            f"{path} is one of {len(paths)} files of a model, but {path.parent} has no {', '.join(missing[:3])}"
-            f"{', …' if len(missing) > 3 else ''}; fetch the missing files, or rename this one if it is a whole model"
+            f"{path} is one of {len(paths)} files of a model, but {path.parent} has no {first_of(missing)}; "
+            "fetch the missing files, or rename this one if it is a whole model"
         )
     return paths
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from specray.errors import ConfigError
+from specray.errors import ConfigError, first_of
 from specray.layers.linear import ColumnParallelLinear
 from specray.layers.moe import reason_without_graphs
 from specray.layers.norm import RMSNorm
@@ -292,6 +292,5 @@ def _check_rest(loader: Loader, layout: Layout, numbers: list[int]) -> None:
     if unread:
         raise ConfigError(
             f"{loader.path(unread[0])}: {len(unread)} tensors are not part of an MTP layer with this config.json: "
-            f"{', '.join(unread[:4])}{', …' if len(unread) > 4 else ''}; the weights and the config do not belong "
-            "together"
+            f"{first_of(unread, 4)}; the weights and the config do not belong together"
         )

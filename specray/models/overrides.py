@@ -6,13 +6,12 @@ All readers of the model then see the same files. Everything else in the folder 
 import json
 import tempfile
 from collections.abc import Mapping
-from difflib import get_close_matches
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from specray.caches import cache_root
-from specray.errors import ConfigError
+from specray.errors import ConfigError, did_you_mean
 
 TEMPLATE_FILE = "chat_template.jinja"  # takes precedence over tokenizer_config.json
 MAX_TEMPLATE_BYTES = 2**20
@@ -46,9 +45,8 @@ def _refuse_unknown(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> 
     except ValueError:  # a type that only the checkpoint's own code knows
         return
     if unknown := [key for key in overrides if key not in known]:
-        close = get_close_matches(unknown[0], known, n=1)
-        meant = f"; did you mean {close[0]}?" if close else ""
-        raise ConfigError(f"hf_overrides.{unknown[0]} is no key of a {config.get('model_type')} model{meant}")
+        hint = did_you_mean(unknown[0], known)
+        raise ConfigError(f"hf_overrides.{unknown[0]} is no key of a {config.get('model_type')} model{hint}")
 
 
 def _merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

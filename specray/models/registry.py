@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from specray.config import EngineConfig
-from specray.errors import ConfigError
+from specray.errors import ConfigError, first_of
 from specray.layers.parallel import RankGroup
 from specray.layers.rotary import has_fixed_length, num_positions
 from specray.models.causal_lm import CausalLM
@@ -161,12 +161,11 @@ def _warn_of_unread(loader: Loader, num_layers: int, architecture: str) -> None:
     unread = [name for name in loader.unread() if (match := own.match(name)) and int(match["layer"] or 0) < num_layers]
     if unread:
         logger.warning(
-            "%d tensors of %s are not part of %s and have no effect, as in transformers: %s%s",
+            "%d tensors of %s are not part of %s and have no effect, as in transformers: %s",
             len(unread),
             loader.folder,
             architecture,
-            ", ".join(unread[:3]),
-            ", …" if len(unread) > 3 else "",
+            first_of(unread),
         )
 
 

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from specray.errors import ConfigError
+from specray.errors import ConfigError, first_of
 from specray.models.gguf_blocks import BLOCKS_FILE, grouped_weight
 from specray.models.quantized_formats import Names, checkpoint_format
 from specray.models.quantized_matrices import StoredMatrix
@@ -204,7 +204,7 @@ def _files_without_index(folder: Path, usual: str, pattern: str) -> list[str]:
     if not shards:
         if len(files) > 1:
             raise ConfigError(
-                f"{folder} has {len(files)} files of weights ({', '.join(files[:3])}{', …' if len(files) > 3 else ''}) "
+                f"{folder} has {len(files)} files of weights ({first_of(files)}) "
                 f"and no index of their tensors; name the model's file {usual}, or fetch its index"
             )
         return files
@@ -212,7 +212,7 @@ def _files_without_index(folder: Path, usual: str, pattern: str) -> list[str]:
     numbers = [int(match["number"]) for match in shards]
     if len(models) > 1 or numbers != [*range(1, int(shards[0]["count"]) + 1)]:
         raise ConfigError(
-            f"{folder} has the shards {', '.join(match[0] for match in shards[:3])}{', …' if len(shards) > 3 else ''} "
+            f"{folder} has the shards {first_of([match[0] for match in shards])} "
             f"({len(shards)} of {shards[0]['count']}), which are not one whole model; fetch the missing weight files"
         )
     return [match[0] for match in shards]
