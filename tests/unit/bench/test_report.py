@@ -2,7 +2,7 @@ import pytest
 
 from specray.bench.measure import Key, Record
 from specray.bench.report import depth_table, identical_share, speed_ratios, summarise, to_json, to_table
-from specray.bench.variants import Reply, Run
+from specray.bench.variants import Run, TimedReply
 from specray.outputs import RequestUsage
 from specray.tables import format_table
 
@@ -14,7 +14,7 @@ def usage(num_verify_steps: int, num_accepted: int) -> RequestUsage:
 
 
 def record(variant: str, chunk: int, tokens: list[int], seconds: float, counts: RequestUsage | None) -> Record:
-    run = Run([Reply(tokens, ttft=0.1, seconds=seconds, usage=counts)], seconds, [0.1, 0.3])
+    run = Run([TimedReply(tokens, ttft=0.1, seconds=seconds, usage=counts)], seconds, [0.1, 0.3])
     return Record(variant, Key("chat" if chunk == 0 else "copy", chunk, repeat=0, turn=0), run)
 
 
