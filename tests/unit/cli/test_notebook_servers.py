@@ -17,7 +17,8 @@ def started(command: str, **options: Any) -> tuple[list[str], int]:
     """The arguments of the server that a command starts, and its port."""
     with mock.patch.object(subprocess, "Popen") as popen:
         _, port = utils.launch_server_cmd(command, **options)
-    return popen.call_args.args[0][4:], port
+    command_line = popen.call_args.args[0]
+    return command_line[command_line.index("serve") + 1 :], port
 
 
 def test_a_cell_of_sglangs_documentation_starts_a_server() -> None:
