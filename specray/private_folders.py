@@ -1,13 +1,16 @@
-"""Temporary folders of running processes, and the removal of those that killed processes left behind."""
+"""Temporary folders of running processes: removing those that killed processes left, and ending processes by folder."""
 
 import os
 import shutil
+import signal
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 PREFIX = "specray-"
 OWNER_FILE = "owner"  # in a folder: the process it belongs to
+SCAN_S = 0.1
 
 
 def own(folder: Path) -> None:
@@ -36,6 +39,22 @@ def processes_with(variable: str, folder: Path) -> Iterator[int]:
             with suppress(OSError):
                 if marker in (entry / "environ").read_bytes().split(b"\0"):
                     yield int(entry.name)
+
+
+def end_processes(variable: str, folder: Path, patience_s: float, give_up_s: float = 0.0) -> None:
+    """Kill the processes of `processes_with` that have not ended by themselves in `patience_s` seconds.
+
+    Returns when none is left, or `give_up_s` seconds after the first was killed.
+    """
+    kill_at = time.monotonic() + patience_s
+    while pids := list(processes_with(variable, folder)):
+        if (now := time.monotonic()) >= kill_at:
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            if now >= kill_at + give_up_s:
+                return
+        time.sleep(SCAN_S)
 
 
 def _has_ended(owner: str) -> bool:

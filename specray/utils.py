@@ -7,16 +7,14 @@ import time
 from contextlib import suppress
 from http.client import HTTPException
 from urllib.parse import urlsplit
-from urllib.request import ProxyHandler, build_opener
 
 import psutil
 
-from specray.cli.local_server import free_port
+from specray.cli.local_server import OPENER, free_port
 from specray.errors import ConfigError, SpecRayError
 
 _LAUNCHERS = (["specray", "serve"], ["python3", "-m", "sglang.launch_server"], ["python", "-m", "sglang.launch_server"])
 _POLL_S, _PROBE_TIMEOUT_S = 0.5, 5.0
-_OPENER = build_opener(ProxyHandler({}))  # no proxy from the environment: the server is local
 _processes: dict[int, subprocess.Popen[bytes]] = {}  # by port: those that `launch_server_cmd` started
 
 
@@ -94,7 +92,7 @@ def _option(arguments: list[str], name: str) -> str | None:
 
 def _is_healthy(base_url: str) -> bool:
     try:
-        with _OPENER.open(base_url.rstrip("/").removesuffix("/v1") + "/health", timeout=_PROBE_TIMEOUT_S):
+        with OPENER.open(base_url.rstrip("/").removesuffix("/v1") + "/health", timeout=_PROBE_TIMEOUT_S):
             return True
     except (HTTPException, OSError):
         return False

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from specray.private_folders import PREFIX, disown, own, processes_with, remove_leftovers
+from specray.private_folders import PREFIX, disown, end_processes, own, remove_leftovers
 
 TEMPORARY = Path("/tmp")  # short: Ray creates Unix sockets below it, whose paths have at most 107 characters
 FOLDER = "SPECRAY_SERVE_FOLDER"  # in the environment of all processes of a server: its folder
@@ -26,7 +26,6 @@ REPEAT_S = 1.0  # until then a signal is the first one again, sent to the proces
 START_LEAVE_S = 10.0  # for the child to end while it starts
 LEAVE_S = 5.0  # for Ray's processes to end by themselves
 KILL_S = 10.0  # for the system to end killed processes
-SCAN_S = 0.1
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -44,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     received = _wait(child, signals, folder)
     status = child.returncode
-    _end_processes(folder, LEAVE_S if status in (0, 2) else 0.0)
+    end_processes(FOLDER, folder, LEAVE_S if status in (0, 2) else 0.0, KILL_S)
     logs = Path(os.environ.get("RAY_TMPDIR", folder), "ray/session_latest/logs")
     if received is None and status not in (0, 2) and logs.exists():
         if status != 1:
@@ -90,17 +89,6 @@ def _wait(child: subprocess.Popen[bytes], signals: set[signal.Signals], folder: 
             if is_second or (waited > START_LEAVE_S and not (folder / SERVING).exists()):
                 child.kill()
     return first
-
-
-def _end_processes(folder: Path, patience_s: float) -> None:
-    """Kill the server's processes that have not ended by themselves in this time."""
-    give_up = time.monotonic() + patience_s
-    while (pids := list(processes_with(FOLDER, folder))) and time.monotonic() < give_up + KILL_S:
-        if time.monotonic() >= give_up:
-            for pid in pids:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-        time.sleep(SCAN_S)
 
 
 def _say(line: str) -> None:

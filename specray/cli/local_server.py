@@ -25,12 +25,14 @@ from urllib.request import ProxyHandler, build_opener
 import yaml
 
 from specray.errors import SpecRayError
-from specray.private_folders import PREFIX, own, processes_with, remove_leftovers
+from specray.private_folders import PREFIX, end_processes, own, remove_leftovers
 
 POLL_SECONDS = 0.5
 STOP_SECONDS = 30
+LEAVE_SECONDS = 5
 LOG_TAIL_LINES = 30
 CHOSEN_PORTS = (20_000, 30_000)
+OPENER = build_opener(ProxyHandler({}))  # no proxy from the environment: the server is local
 
 
 def free_port() -> int:
@@ -106,7 +108,7 @@ class LocalServer:
 
     def get(self, path: str) -> str:
         """Body of a GET request. OSError if it fails."""
-        with _OPENER.open(self.url + path, timeout=10) as response:
+        with OPENER.open(self.url + path, timeout=10) as response:
             body: bytes = response.read()
         return body.decode()
 
@@ -120,7 +122,7 @@ class LocalServer:
         self._process.terminate()  # children of a background script ignore SIGINT
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_SECONDS)
-        self._end_leftovers()
+        end_processes("RAY_TMPDIR", self._folder, LEAVE_SECONDS)  # Ray's daemons outlive their driver for some time
         self._process.wait()
         self._process = None
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -141,15 +143,6 @@ class LocalServer:
         if (status := self._process.poll()) is not None:
             return f"ended with status {status}"
         return f"was not ready after {timeout:.0f} s" if waited > timeout else None
-
-    def _end_leftovers(self) -> None:
-        """Kill Ray daemons that are still running some seconds after their driver has exited."""
-        deadline = time.monotonic() + 5
-        while (pids := list(processes_with("RAY_TMPDIR", self._folder))) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
 
 
 def _stop_on_sigterm() -> None:
@@ -182,7 +175,6 @@ def reachable(host: str) -> str:
 
 
 _SERVE = [sys.executable, "-P", "-m", "specray.cli.main", "serve"]
-_OPENER = build_opener(ProxyHandler({}))  # no proxy from the environment: the server is local
 
 
 def _read(config: Path) -> dict[str, Any]:

@@ -251,9 +251,7 @@ _OF_OBJECTS = ("properties", "patternProperties", "additionalProperties", "requi
 
 def _combined_with(place: str, part: Schema) -> list[str]:
     """The places of the schemas that apply to the same value as this one."""
-    places = [
-        f"{place}/{name}/{index}" for name in ("allOf", "anyOf", "oneOf") for index in range(len(part.get(name, ())))
-    ]
+    places = [target for name in ("allOf", "anyOf", "oneOf") for target in branches(place, part, name)]
     return places + ([part["$ref"]] if "$ref" in part else [])
 
 

@@ -75,7 +75,7 @@ class Reader:
             self._take(len(self._text) if literal.startswith(unread) else self._position)
 
     def skip_space(self) -> Reading[None]:
-        yield from self.run(_SPACE, _ignore)
+        yield from self.run(_SPACE, ignore)
 
     def run(self, pattern: re.Pattern[str], emit: Emit) -> Reading[None]:
         """Read characters as long as `pattern` matches, which must match any run of the characters of a set."""
@@ -126,5 +126,5 @@ def _held_length(text: str, markers: Sequence[str]) -> int:
     return 0
 
 
-def _ignore(text: str) -> None:
-    pass
+def ignore(_: str) -> None:
+    """An `Emit` that drops the text."""

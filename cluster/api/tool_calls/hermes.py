@@ -1,6 +1,6 @@
 """Hermes, Qwen 2.5 and Qwen 3: `<tool_call>{"name": ..., "arguments": ...}</tool_call>`."""
 
-from cluster.api.model_output.reader import Reader, Reading
+from cluster.api.model_output.reader import Reader, Reading, ignore
 from cluster.api.tool_calls.calls import CallSink, read_call
 from cluster.api.tool_calls.json_calls import scan_object
 
@@ -16,7 +16,7 @@ def scan(reader: Reader, sink: CallSink) -> Reading[None]:
         if is_complete or sink.num_calls == num_calls:
             marker = yield from reader.through((OPEN,), sink.content)
         else:  # the rest of a broken call is not content
-            marker = yield from reader.through((OPEN, CLOSE), _ignore)
+            marker = yield from reader.through((OPEN, CLOSE), ignore)
             marker = marker if marker == OPEN else (yield from reader.through((OPEN,), sink.content))
 
 
@@ -25,7 +25,3 @@ def _scan_call(reader: Reader, sink: CallSink) -> Reading[None]:
     yield from scan_object(reader, sink)
     yield from reader.skip_space()
     yield from reader.skip(CLOSE)  # models leave it out at times
-
-
-def _ignore(text: str) -> None:
-    pass

@@ -1,6 +1,6 @@
 """A call written as one JSON object, such as `{"name": "f", "arguments": {"x": 1}}`."""
 
-from cluster.api.model_output.reader import NotACallError, Reader, Reading
+from cluster.api.model_output.reader import NotACallError, Reader, Reading, ignore
 from cluster.api.tool_calls.calls import CallSink
 from cluster.api.tool_calls.json_text import copy_value, read_object, read_string
 
@@ -21,9 +21,9 @@ def scan_object(reader: Reader, sink: CallSink) -> Reading[None]:
         if key == "name":
             call.name((yield from read_string(reader)))
         elif key in _ARGUMENT_KEYS:
-            yield from (copy_value(reader, _ignore) if call.has_arguments else read_object(reader, call.arguments))
+            yield from (copy_value(reader, ignore) if call.has_arguments else read_object(reader, call.arguments))
         else:
-            yield from copy_value(reader, _ignore)
+            yield from copy_value(reader, ignore)
         yield from reader.skip_space()
         if (yield from reader.accept("}")):
             call.close()
@@ -71,7 +71,3 @@ class _ObjectCall:
             raise NotACallError
         if not self.has_arguments:
             self.arguments(NO_ARGUMENTS)
-
-
-def _ignore(text: str) -> None:
-    pass

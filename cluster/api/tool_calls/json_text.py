@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Mapping
 
-from cluster.api.model_output.reader import Emit, NotACallError, Reader, Reading
+from cluster.api.model_output.reader import Emit, NotACallError, Reader, Reading, ignore
 
 MAX_DEPTH = 64  # of brackets; what is nested more deeply is left out
 
@@ -100,7 +100,7 @@ class _Copy:
 
     def _next(self) -> Reading[bool]:
         """Read one closing bracket or one item of the innermost container. False if neither follows."""
-        yield from self._reader.run(_GAP, _ignore)
+        yield from self._reader.run(_GAP, ignore)
         char = yield from self._reader.peek()
         if char in _CLOSINGS:
             yield from self._reader.expect(char)
@@ -226,7 +226,3 @@ def _scalar(word: str) -> str:
     if _DECIMAL.fullmatch(number):
         return json.dumps(float(number))
     return json.dumps(word, ensure_ascii=False)
-
-
-def _ignore(text: str) -> None:
-    pass

@@ -2,7 +2,7 @@
 
 import re
 
-from cluster.api.model_output.reader import Reader, Reading
+from cluster.api.model_output.reader import Reader, Reading, ignore
 from cluster.api.tool_calls.calls import CallSink, read_call
 from cluster.api.tool_calls.json_calls import scan_named, scan_object
 
@@ -47,10 +47,6 @@ def _scan_named(reader: Reader, sink: CallSink) -> Reading[None]:
     name: list[str] = []
     yield from reader.run(_NAME, name.append)
     if (yield from reader.accept(CALL_ID)):
-        yield from reader.run(_NAME, _ignore)
+        yield from reader.run(_NAME, ignore)
     yield from reader.accept(ARGUMENTS)
     yield from scan_named(reader, sink, "".join(name))
-
-
-def _ignore(text: str) -> None:
-    pass

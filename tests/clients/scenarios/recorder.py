@@ -1,14 +1,25 @@
-"""A proxy that records what a program sends to the server and what it gets. Standard library only, as `report`."""
+"""Runs a program, and records what it sends to the server and what it gets. Standard library only, as `report`."""
 
 import json
+import os
+import subprocess
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any, NamedTuple
 
 _OWN_HEADERS = {"host", "connection", "content-length", "transfer-encoding", "accept-encoding"}
+
+
+def run_program(command: list[str], home: Path, variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end, with `home` as its folder, and no variables but these, HOME and PATH."""
+    variables = {"PATH": os.environ["PATH"], "HOME": str(home), **variables}
+    return subprocess.run(
+        command, env=variables, cwd=home, capture_output=True, text=True, timeout=200, stdin=subprocess.DEVNULL
+    )
 
 
 class Exchange(NamedTuple):

@@ -1,13 +1,12 @@
 """Claude Code, headless, over /v1/messages: an answer, a tool's round trip, a further turn, and errors."""
 
 import json
-import os
 import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from recorder import Exchange, Recorder
+from recorder import Exchange, Recorder, run_program
 from report import KEY, MODEL, QUESTION, URL, WRONG_KEY, equal, post, run, scenario
 
 MODULES = Path.cwd() / "node_modules"
@@ -19,8 +18,6 @@ SYSTEM = "You are a coding assistant."
 
 def ask(url: str, *arguments: str, key: str = KEY, max_tokens: int = 512) -> subprocess.CompletedProcess[str]:
     variables = {
-        "PATH": os.environ["PATH"],
-        "HOME": str(HOME),
         "ANTHROPIC_BASE_URL": url,
         "ANTHROPIC_AUTH_TOKEN": key,
         "ANTHROPIC_MODEL": MODEL,
@@ -30,9 +27,7 @@ def ask(url: str, *arguments: str, key: str = KEY, max_tokens: int = 512) -> sub
         "CLAUDE_CODE_MAX_RETRIES": "0",
     }
     command = ["claude", "--print", "--tools", "Read", "--system-prompt", SYSTEM, *arguments]
-    return subprocess.run(
-        command, env=variables, cwd=HOME, capture_output=True, text=True, timeout=200, stdin=subprocess.DEVNULL
-    )
+    return run_program(command, HOME, variables)
 
 
 def streamed(exchange: Exchange) -> str:

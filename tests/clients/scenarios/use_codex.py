@@ -1,12 +1,11 @@
 """Codex, headless, over /v1/responses: an answer, a tool's round trip, a further turn, and errors."""
 
 import json
-import os
 import subprocess
 import tempfile
 from pathlib import Path
 
-from recorder import Exchange, Recorder
+from recorder import Exchange, Recorder, run_program
 from report import KEY, MODEL, QUESTION, URL, WRONG_KEY, equal, post, run, scenario
 
 MODULES = Path.cwd() / "node_modules"
@@ -31,11 +30,8 @@ def configuration(url: str) -> list[str]:
 
 
 def ask(url: str, *arguments: str, key: str = KEY) -> subprocess.CompletedProcess[str]:
-    variables = {"PATH": os.environ["PATH"], "HOME": str(HOME), "SPECRAY_KEY": key}
     command = ["codex", "exec", "--skip-git-repo-check", *configuration(url), *arguments]
-    return subprocess.run(
-        command, env=variables, cwd=HOME, capture_output=True, text=True, timeout=200, stdin=subprocess.DEVNULL
-    )
+    return run_program(command, HOME, {"SPECRAY_KEY": key})
 
 
 def streamed(exchange: Exchange) -> str:

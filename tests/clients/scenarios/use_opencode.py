@@ -1,12 +1,11 @@
 """opencode, headless, over /v1/chat/completions: an answer, a tool's round trip, and a wrong key."""
 
 import json
-import os
 import subprocess
 import tempfile
 from pathlib import Path
 
-from recorder import Exchange, Recorder
+from recorder import Exchange, Recorder, run_program
 from report import KEY, MODEL, QUESTION, URL, WRONG_KEY, chat_text, equal, run, scenario
 
 HOME = Path(tempfile.mkdtemp(prefix="opencode-"))
@@ -29,21 +28,8 @@ def ask(url: str, question: str, key: str = KEY) -> subprocess.CompletedProcess[
         "share": "disabled",
         "provider": {"specray": provider},
     }
-    variables = {
-        "PATH": os.environ["PATH"],
-        "HOME": str(HOME),
-        "OPENCODE_CONFIG_CONTENT": json.dumps(settings),
-        "OPENCODE_DISABLE_MODELS_FETCH": "1",
-    }
-    return subprocess.run(
-        ["opencode", "run", question],
-        env=variables,
-        cwd=HOME,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        stdin=subprocess.DEVNULL,
-    )
+    variables = {"OPENCODE_CONFIG_CONTENT": json.dumps(settings), "OPENCODE_DISABLE_MODELS_FETCH": "1"}
+    return run_program(["opencode", "run", question], HOME, variables)
 
 
 def streamed(exchange: Exchange) -> str:
