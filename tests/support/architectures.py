@@ -19,7 +19,7 @@ from transformers import (
 
 from tests.support.toy import BOS, CONTEXT, EOS, VOCAB_SIZE, toy_tokenizer
 
-_BASE: dict[str, Any] = {
+SMALL_SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -34,7 +34,7 @@ _BASE: dict[str, Any] = {
 }
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _LATENT = {
-    **_BASE,
+    **SMALL_SIZES,
     **_EXPERTS,
     "num_key_value_heads": 4,
     "num_hidden_layers": 3,
@@ -61,13 +61,15 @@ _GROUPS = {"n_group": 4, "topk_group": 2}
 
 ARCHITECTURES: dict[str, Callable[[], PreTrainedModel]] = {
     "mixtral": lambda: MixtralForCausalLM(
-        MixtralConfig(**_BASE, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=None)
+        MixtralConfig(**SMALL_SIZES, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=None)
     ),
     "qwen3-moe": lambda: Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(**_BASE, **_EXPERTS, head_dim=16, num_experts=6, norm_topk_prob=True)
+        Qwen3MoeConfig(**SMALL_SIZES, **_EXPERTS, head_dim=16, num_experts=6, norm_topk_prob=True)
     ),
     "qwen3-moe-sparse": lambda: Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(**_BASE | {"num_hidden_layers": 3}, **_EXPERTS, head_dim=8, num_experts=6, mlp_only_layers=[2])
+        Qwen3MoeConfig(
+            **SMALL_SIZES | {"num_hidden_layers": 3}, **_EXPERTS, head_dim=8, num_experts=6, mlp_only_layers=[2]
+        )
     ),
     "deepseek-v2": lambda: DeepseekV2ForCausalLM(
         DeepseekV2Config(**_LATENT | {"q_lora_rank": None}, n_shared_experts=2, topk_method="greedy")

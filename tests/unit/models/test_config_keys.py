@@ -25,24 +25,11 @@ from specray.models.config_keys import NOT_COMPUTED, NOT_COMPUTED_BY
 from specray.models.registry import context_length, load_config
 from specray.models.target_matrices import TargetMatrices
 from specray.sampling_params import SamplingParams
-from tests.support.architectures import spread
+from tests.support.architectures import SMALL_SIZES, spread
 from tests.support.engine import generate
-from tests.support.toy import BOS, CONTEXT, EOS, VOCAB_SIZE, toy_tokenizer
+from tests.support.toy import CONTEXT, toy_tokenizer
 from tests.unit.models.test_architectures import TOKENS, change_config, load, logits
 
-_SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": CONTEXT,
-    "bos_token_id": BOS,
-    "eos_token_id": EOS,
-    "tie_word_embeddings": False,
-    "dtype": "float32",
-}
 _LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 12,
@@ -142,7 +129,7 @@ def write(kind: str, folder: Path, **changes: Any) -> torch.Tensor:
     """A random model of transformers; its logits."""
     make, options = _CLASSES[kind]
     torch.manual_seed(5)
-    model = AutoModelForCausalLM.from_config(make(**_SIZES | options | changes)).float().eval()
+    model = AutoModelForCausalLM.from_config(make(**SMALL_SIZES | options | changes)).float().eval()
     for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_floating_point() and "inv_freq" not in key:
             spread(key, tensor)
@@ -184,7 +171,7 @@ def test_a_key_that_is_not_computed_is_refused_by_name_unless_its_value_changes_
 ) -> None:
     make, options = _CLASSES[kind]
     architecture = AutoModelForCausalLM._model_mapping[make].__name__
-    config = make(**_SIZES | options, architectures=[architecture]).to_dict()
+    config = make(**SMALL_SIZES | options, architectures=[architecture]).to_dict()
     for value in (*NOT_COMPUTED[key], *([] if hasattr(make(), key) else [None])):
         (tmp_path / "config.json").write_text(json.dumps({**config, key: value}))
         load_config(tmp_path)
@@ -215,7 +202,7 @@ def test_logits_up_to_the_end_of_a_scaled_context_equal_those_of_transformers(
     """`max_position_embeddings` is 40 here; Qwen3's recipe for YaRN has another original length, too."""
     make, options = _CLASSES["qwen3"]
     config = make(
-        **_SIZES | options | {"head_dim": 8, "max_position_embeddings": 40},
+        **SMALL_SIZES | options | {"head_dim": 8, "max_position_embeddings": 40},
         rope_parameters={"rope_theta": 10000.0, **ROPE[name]},
     )
     torch.manual_seed(5)
@@ -238,7 +225,7 @@ def test_only_layers_with_a_sliding_window_limit_the_context(tmp_path: Path) -> 
     make, options = _CLASSES["qwen2"]
 
     def longest(**changes: Any) -> int:
-        make(**_SIZES | options | changes, architectures=["Qwen2ForCausalLM"]).save_pretrained(tmp_path)
+        make(**SMALL_SIZES | options | changes, architectures=["Qwen2ForCausalLM"]).save_pretrained(tmp_path)
         return context_length(load_config(tmp_path), None)
 
     assert longest(sliding_window=64, use_sliding_window=False) == CONTEXT
@@ -289,7 +276,7 @@ def test_tensors_without_effect_are_logged(tmp_path: Path, caplog: pytest.LogCap
 
 @pytest.mark.parametrize("model_type", ["gemma3_text", "gpt_oss", "a_model_of_next_year"])
 def test_another_architecture_is_refused_with_those_that_are_served(model_type: str, tmp_path: Path) -> None:
-    config = _SIZES | {"model_type": model_type, "architectures": ["NextForCausalLM"]}
+    config = SMALL_SIZES | {"model_type": model_type, "architectures": ["NextForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(
         ConfigError, match=r"architectures=\[NextForCausalLM\], which is not supported; .*Qwen3ForCausalLM"
