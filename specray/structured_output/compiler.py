@@ -8,10 +8,12 @@ import json
 import re
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib.metadata import version
 
 import torch
 from llguidance import LLMatcher, LLParserLimits
 from llguidance.hf import from_tokenizer
+from packaging.version import Version
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
@@ -28,6 +30,14 @@ LIMITS = LLParserLimits(step_lexer_fuel=200_000, step_max_items=50_000, max_lexe
 _MAX_PARTS_TRIED = 100
 # llguidance would replace a mask by one token where it determines the next text; the target decides how that is split.
 _DEAD_END = "NoExtensionBias"  # llguidance's error where no token is allowed
+# Earlier releases take some of what a grammar forbids.
+_NEEDED, _INSTALLED = Version("1.9"), Version(version("llguidance"))
+_OLDER = (
+    f"structured output needs llguidance {_NEEDED} or later, and this server has {_INSTALLED}; vLLM, which "
+    "attention_backend: fa uses, requires it: choose another attention backend, in an environment without vLLM"
+    if _INSTALLED < _NEEDED
+    else ""
+)
 _HEADER = '%llguidance {"no_forcing": true}\n'
 
 
@@ -45,6 +55,8 @@ class GrammarCompiler:
 
     def compile(self, spec: GrammarSpec) -> "CompiledGrammar":
         """InvalidRequestError if the grammar is malformed, cannot be enforced, has no output, or is too large."""
+        if _OLDER:
+            raise InvalidRequestError(_OLDER, "grammar")
         matcher = self._start(self._rules(spec))
         if matcher.is_error():
             place = self._place_of_error(spec) if spec.kind == "json_schema" else ""

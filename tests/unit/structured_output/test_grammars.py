@@ -238,3 +238,12 @@ def test_a_matcher_goes_back_from_the_end_a_dead_end_and_an_error(compiler: Gram
     matcher.rollback(2000)
     assert matcher.error is None
     assert matcher.accept(b)
+
+
+def test_an_older_release_of_llguidance_compiles_nothing(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It accepts some of what a grammar forbids; vLLM requires one."""
+    monkeypatch.setattr("specray.structured_output.compiler._OLDER", "structured output needs llguidance 1.9")
+    with pytest.raises(InvalidRequestError, match="needs llguidance"):
+        compiler.compile(make_grammar("choice", ["a"]))
