@@ -74,7 +74,7 @@ ALERTS = (
         f"{rate('specray_poison_requests_total', 'application', window='15m')} > 0",
         "0m",
         "warning",
-        "A request ended two engines of {{ $labels.application }} and was given up.",
+        "A request of {{ $labels.application }} was given up because engines ended while they computed it.",
         "The logs of router and ingress name it: look for `the engine computed` and `gave up the request`.",
     ),
     Alert(
