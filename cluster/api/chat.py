@@ -1,12 +1,13 @@
 """Preparing a chat request: its prompt, its sampling options, and how its output is read."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from cluster.api.chat_output import ChatOutput, call_grammar, chat_output
 from cluster.api.chat_prompt import ChatPrompt, chat_prompt, tool_format, with_one_system_message
 from cluster.api.model_output.reasoning import REASONING_FORMATS, ReasoningFormat
-from cluster.api.protocol import ChatRequest
+from cluster.api.protocol import WHOLE_CONTEXT, ChatRequest
 from cluster.api.tokenization import Tokenization
 from cluster.api.tool_calls.formats import ToolFormat
 from cluster.config import ServerConfig
@@ -39,7 +40,7 @@ def prepare_chat(body: ChatRequest, tokenization: Tokenization, config: ServerCo
     if body.continue_final_message:
         formats = formats._replace(reasoning=None)  # the answer has begun
     prompt_end = tokenization.end_of(token_ids)
-    params = body.sampling(config.default_max_tokens)
+    params = body.sampling(_default_max_tokens(body, token_ids, tokenization, config))
     if (grammar := call_grammar(body, formats.calls) or params.grammar) is not None and formats.reasoning is not None:
         formats = formats._replace(reasoning=formats.reasoning.before_grammar())
     output = chat_output(body, *formats, prompt_end)
@@ -50,6 +51,17 @@ def prepare_chat(body: ChatRequest, tokenization: Tokenization, config: ServerCo
         params = replace(params, reasoning=output.reasoning.marks(prompt_end))
     params = replace(params, grammar=grammar)
     return PreparedChat(token_ids, params, output)
+
+
+def _default_max_tokens(
+    body: ChatRequest, token_ids: Sequence[int], tokenization: Tokenization, config: ServerConfig
+) -> int | None:
+    """The server's limit for a request without one. It ends with the context, so that prompts that fit are taken."""
+    if config.default_max_tokens is None:
+        return None
+    cut = body.truncate_prompt_tokens
+    num_prompt = 1 if cut == WHOLE_CONTEXT else min(len(token_ids), cut or len(token_ids))
+    return min(config.default_max_tokens, max(1, tokenization.context_length - num_prompt))
 
 
 def _token_ids(prompt: ChatPrompt, tokenization: Tokenization) -> list[int]:

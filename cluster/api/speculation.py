@@ -6,7 +6,7 @@ With exact verification, draft limits change only the speed. Replacing the draft
 from typing import Any
 
 from cluster.api.errors import short_repr
-from cluster.api.protocol import ChatRequest, Speculation
+from cluster.api.protocol import ChatRequest, GrammarFields, Speculation
 from specray.config import SpeculativeConfig
 from specray.errors import InvalidRequestError
 from specray.sampling_params import SamplingParams
@@ -107,7 +107,9 @@ class SpeculationCapabilities:
 
 
 # Sampling applies each option identically with and without drafts (specray/ops/sampling.py).
-EXACT_OPTIONS = sorted(SamplingParams.__dataclass_fields__)
+EXACT_OPTIONS = sorted(
+    ChatRequest.model_fields.keys() & SamplingParams.__dataclass_fields__.keys() | GrammarFields.model_fields.keys()
+)
 
 
 def _output(speculative: SpeculativeConfig, arithmetic: str, has_one_text: bool) -> Json:

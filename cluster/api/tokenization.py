@@ -44,7 +44,7 @@ class Tokenization:
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast", context_length: int) -> None:
         self._tokenizer = tokenizer
-        self._context_length = context_length
+        self.context_length = context_length
         self._max_characters = context_length * max(map(len, tokenizer.get_vocab()))
         self._is_byte_level = tokenizer.backend_tokenizer.token_to_id("Ġ") is not None
         self._texts: dict[int, TokenText] = {}
@@ -85,12 +85,12 @@ class Tokenization:
         Tokenizing takes seconds for a megabyte, so this comes first. `name` is the field that errors name.
         """
         if (length := sum(map(len, texts))) > self._max_characters:
-            num_tokens = -(-length * self._context_length // self._max_characters)
+            num_tokens = -(-length * self.context_length // self._max_characters)
             raise ContextLengthError(
-                f"This model's maximum context length is {self._context_length} tokens, which hold at most "
+                f"This model's maximum context length is {self.context_length} tokens, which hold at most "
                 f"{self._max_characters} characters. However, {name} has {length} characters; shorten it",
                 name,
-                Overflow(num_tokens, 0, self._context_length),
+                Overflow(num_tokens, 0, self.context_length),
             )
         _check_unicode(name, *texts)
 
@@ -128,12 +128,12 @@ class Tokenization:
         return known
 
     def _token_ids(self, values: list[int], field: str) -> list[int]:
-        if len(values) > self._context_length:
+        if len(values) > self.context_length:
             raise ContextLengthError(
-                f"This model's maximum context length is {self._context_length} tokens. However, {field} has "
+                f"This model's maximum context length is {self.context_length} tokens. However, {field} has "
                 f"{len(values)} tokens; shorten it",
                 field,
-                Overflow(len(values), 0, self._context_length),
+                Overflow(len(values), 0, self.context_length),
             )
         return checked_token_ids(values, field)
 

@@ -29,6 +29,7 @@ class StreamedAnswer:
     text: str = ""
     usage: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0  # from the request to the last piece of text
+    is_cut: bool = False  # by max_tokens or the end of the context
 
     @property
     def num_tokens(self) -> int:
@@ -48,6 +49,8 @@ class StreamedAnswer:
         parts = [f"{self.num_tokens} tokens", f"{self.tokens_per_s:.1f} tokens/s"]
         if self.accept_length is not None:
             parts.append(f"accept length {self.accept_length:.2f}")
+        if self.is_cut:
+            parts.append("cut at its limit, which --max-tokens sets")
         return ", ".join(parts)
 
 
@@ -79,6 +82,8 @@ def stream_answer(client: "OpenAI", answer: StreamedAnswer, **request: Any) -> I
         for chunk in stream:
             if chunk.usage is not None:
                 answer.usage = chunk.usage.model_dump()
+            if chunk.choices:
+                answer.is_cut = chunk.choices[0].finish_reason == "length"
             piece = chunk.choices[0].delta.content if chunk.choices else None
             if piece:
                 answer.text += piece

@@ -1,9 +1,11 @@
 """The program `specray`: parses arguments, runs a command and prints errors in one line.
 
-Exit status: 0 success, 1 the command found a failure, 2 invalid input, 130 interrupted.
+Exit status: 0 success, 1 the command found a failure, 2 invalid input, 130 interrupted, 141 nobody reads the output.
 """
 
 import argparse
+import os
+import select
 import sys
 from collections.abc import Sequence
 from pkgutil import resolve_name
@@ -23,13 +25,30 @@ def main(argv: Sequence[str] | None = None) -> int:
             return status
         options = build_parser().parse_args(arguments)
         exit_status: int = options.run(options)
+        sys.stdout.flush()
     except (SpecRayError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        if isinstance(error, BrokenPipeError) and _reader_is_gone():
+            return 141
+        print(f"error: {_words(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
     return exit_status
+
+
+def _words(error: Exception) -> str:
+    return f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+
+
+def _reader_is_gone() -> bool:
+    """Whether standard output is a pipe that nobody reads any more, as in `specray status --once | head -1`."""
+    output = select.poll()
+    output.register(sys.stdout, 0)  # reports errors only
+    if not output.poll(0):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the interpreter's end
+    return True
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -46,7 +46,9 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
         chunks = [{"choices": [{"index": 0, "delta": {"content": piece}, "finish_reason": None}]} for piece in PIECES]
-        for chunk in [*chunks, {"choices": [], "usage": USAGE}]:
+        reason = "length" if request.get("max_tokens") == USAGE["completion_tokens"] else "stop"
+        end = {"choices": [{"index": 0, "delta": {}, "finish_reason": reason}]}
+        for chunk in [*chunks, end, {"choices": [], "usage": USAGE}]:
             head = {"id": "1", "object": "chat.completion.chunk", "created": 0, "model": "toy"}
             self.wfile.write(f"data: {json.dumps({**head, **chunk})}\n\n".encode())
         self.wfile.write(b"data: [DONE]\n\n")
@@ -98,6 +100,15 @@ def test_a_piped_conversation(
     ]
     assert (second["model"], second["temperature"], second["stream"]) == ("toy", 0.0, True)
     assert "max_tokens" not in second
+
+
+def test_an_answer_that_its_limit_cuts_says_so(
+    server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert chat(server, monkeypatch, "one\n") == 0
+    assert "--max-tokens" not in capsys.readouterr().err
+    assert chat(server, monkeypatch, "one\n", "--max-tokens", "3") == 0
+    assert "accept length 1.50, cut at its limit, which --max-tokens sets]" in capsys.readouterr().err
 
 
 def test_reset_clears_the_conversation_and_exit_ends_it(

@@ -1,5 +1,6 @@
 """The command line: usage, errors, and `specray check`."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -58,7 +59,7 @@ def test_wrong_usage_exits_with_status_2(arguments: list[str], capsys: pytest.Ca
         (["bench", "--arms", "magic"], "variant 'magic' is unknown; choose from plain, transformers, eagle3, "),
         (["bench", "--arms", "transformers", "--temperature", "0.5"], "temperature=0.5"),
         (["bench", "--prompts", "missing.jsonl"], "missing.jsonl"),
-        (["bench", "--config", "missing.yaml"], "missing.yaml"),
+        (["bench", "--config", "missing.yaml"], "error: missing.yaml: No such file or directory"),
         (["bench", "--model", "./missing", "--limit", "1"], "missing"),
         (["bench", "--concurrency", "1000"], "max_running_requests=48"),
         (["tune", "--method", "plain"], "plain decoding has no draft tree"),
@@ -88,6 +89,18 @@ def test_ctrl_c_exits_with_status_130(monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setattr("specray.cli.chat.run", interrupt)
     assert cli.main(["chat"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
+
+
+@pytest.mark.parametrize("size", [10, 100_000])
+def test_a_reader_that_ends_early_is_no_error(size: int) -> None:
+    """As in `specray status --once | head -1`."""
+    replaced = f"chat.run = lambda _: print('x' * {size}) or 0"
+    program = f"from specray.cli import chat, main; {replaced}; exit(main.main(['chat']))"
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = subprocess.run([sys.executable, "-c", program], stdout=writer, stderr=subprocess.PIPE, check=False)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (141, b"")
 
 
 @pytest.mark.parametrize(("command", "function"), [("serve", "supervise.main"), ("check", "serve.check")])

@@ -40,6 +40,26 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(serve: Serve
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi" * 600}], "truncate_prompt_tokens": 9}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi" * 600}], "truncate_prompt_tokens": -1}),
+        ("/v1/responses", {"input": "hi"}),
+    ],
+)
+def test_the_servers_max_tokens_end_with_the_context(serve: Serve, path: str, body: dict[str, Any]) -> None:
+    """A client that sets no limit is not told that its limit is too large."""
+
+    async def scenario() -> None:
+        async with serve(server={"default_max_tokens": CONTEXT}) as server:
+            reply = await server.http.post(path, json=body)
+            assert reply.status_code == 200, reply.text
+
+    asyncio.run(scenario())
+
+
 OVERFLOWS = {  # characters of a prompt, max_tokens
     "characters": (100_000, 1),
     "tokens": (CONTEXT + 10, 1),

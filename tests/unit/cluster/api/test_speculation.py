@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from cluster.api.protocol import Speculation
+from cluster.api.protocol import ChatRequest, Speculation
 from cluster.api.speculation import NO_DRAFTING, SpeculationCapabilities
 from specray.config import SpeculativeConfig
 from specray.errors import InvalidRequestError
-from specray.sampling_params import SamplingParams
 from specray.step import UNLIMITED, DraftLimit
 from tests.unit.cluster.conftest import Serve
 
@@ -139,7 +138,9 @@ def test_capabilities_report_the_exactness_of_the_output(
                 "num_steps": {"min": 1, "max": 2},
                 "num_draft_tokens": {"min": 2, "max": 3},
             }
-            assert set(reply["options"]["exact"]) == set(SamplingParams.__dataclass_fields__)
+            exact = reply["options"]["exact"]
+            assert {"seed", "temperature", "logit_bias", "json_schema"} <= set(exact) <= set(ChatRequest.model_fields)
+            assert not set(exact) & set(reply["options"]["refused"])
             assert "lora_path" in reply["options"]["refused"]
             assert "tools" not in reply["options"]["refused"]
 

@@ -56,6 +56,8 @@ def test_flags_and_a_file_give_the_same_configuration(capsys: pytest.CaptureFixt
         "auto",
         "--speculative-max-step-draft-tokens",
         "8",
+        "--server-default-max-tokens",
+        "1024",
     )
     assert from_file == from_flags == check_file(EAGLE3)["specray"]
 
