@@ -145,6 +145,11 @@ class GrammarMatcher:
         return self._grammar.end_tokens
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens that it has accepted."""
+        return len(self._tokens)
+
+    @property
     def has_ended(self) -> bool:
         """Whether the last token is one that ends the output; nothing comes after it."""
         return bool(self._tokens) and self._tokens[-1] in self._grammar.end_tokens
@@ -164,11 +169,11 @@ class GrammarMatcher:
         return False
 
     def rollback(self, count: int) -> None:
-        """Take back the last `count` tokens."""
-        if count == 0:
+        """Take back the last `count` tokens, and an error."""
+        if count == 0 and self.error is None:
             return
-        num_consumed = count - self.has_ended
-        del self._tokens[-count:]
+        num_consumed = count - (count > 0 and self.has_ended)
+        del self._tokens[len(self._tokens) - count :]
         if not self._matcher.is_error() and (num_consumed == 0 or self._matcher.rollback(num_consumed)):
             return
         self.error = None  # llguidance's matcher does not leave its error

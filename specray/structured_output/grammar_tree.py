@@ -4,6 +4,9 @@ Where the grammar determines the next text (`": "` after a JSON key), its tokens
 text alone does not determine the tokens, so these are drafts like any other and the verifier decides.
 """
 
+import math
+import time
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -12,6 +15,8 @@ from specray.spec_decode.draft_tree import NONE, ROOT, TreeLists
 from specray.step import DraftLimit
 from specray.structured_output.compiler import GrammarMatcher
 from specray.structured_output.forced_text import ForcedText
+
+_MAX_DRAFTING_S = 0.02  # CPU time of a step for the drafts of one request; a tree may stay smaller, at no other cost
 
 
 def constrained(
@@ -22,7 +27,7 @@ def constrained(
     The tree has the tokens that are forced after its root, then the drafts that the grammar allows, then the tokens
     that are forced after its leaves. The matcher, which is at the root, stays there.
     """
-    tree = GrammarTree(matcher, drafts.tokens[ROOT], limit, num_words)
+    tree = GrammarTree(matcher, drafts.tokens[ROOT], limit, num_words, _MAX_DRAFTING_S)
     tree.add_forced(ROOT, forced)
     tree.add_drafts(drafts)
     for leaf in tree.leaves():
@@ -45,7 +50,7 @@ def without_dead_ends(tree: TreeLists, bits: Tensor) -> tuple[TreeLists, Tensor]
 def allowed_tokens(matcher: GrammarMatcher, drafts: TreeLists, num_words: int) -> Tensor:
     """The tokens allowed at the nodes of a tree that stays as it is, as above; all of them below a forbidden draft."""
     count = len(drafts.tokens)
-    tree = GrammarTree(matcher, drafts.tokens[ROOT], DraftLimit(count, count), num_words)
+    tree = GrammarTree(matcher, drafts.tokens[ROOT], DraftLimit(count, count), num_words, math.inf)
     places = tree.add_drafts(drafts)
     _, known = tree.finish()
     bits = torch.full((count, num_words), -1, dtype=torch.int32)
@@ -58,7 +63,9 @@ def allowed_tokens(matcher: GrammarMatcher, drafts: TreeLists, num_words: int) -
 class GrammarTree:
     """A tree whose nodes the grammar allows. The matcher moves along it; `finish` returns it to the root."""
 
-    def __init__(self, matcher: GrammarMatcher, root: int, limit: DraftLimit, num_words: int) -> None:
+    def __init__(self, matcher: GrammarMatcher, root: int, limit: DraftLimit, num_words: int, max_s: float) -> None:
+        """Nodes are added for `max_s` of CPU time."""
+        self._deadline = time.thread_time() + max_s
         self._matcher = matcher
         self._limit = limit
         self._tokens, self._parents, self._depths = [root], [NONE], [0]
@@ -70,15 +77,15 @@ class GrammarTree:
         self._fill(ROOT)
 
     def add(self, parent: int, token: int) -> int | None:
-        """The child of `parent` with this token; None if it is forbidden or beyond the limit."""
+        """The child of `parent` with this token; None if it is forbidden or beyond a limit."""
         known = self._children.get((parent, token))
         if known is not None:
             return known
         is_full = len(self._tokens) > self._limit.num_tokens or self._depths[parent] >= self._limit.num_steps
         if is_full or parent in self._ended or not self._allows(parent, token):
             return None
-        self._move(parent)
-        if not self._matcher.accept(token):
+        is_late = time.thread_time() > self._deadline
+        if is_late or not self._move(parent) or not self._matcher.accept(token):
             return None  # a limit is exceeded
         node = len(self._tokens)
         self._tokens.append(token)
@@ -99,9 +106,8 @@ class GrammarTree:
 
     def add_forced(self, node: int, forced: ForcedText) -> None:
         """Add the tokens that the grammar determines after `node`, and the end tokens if it is complete there."""
-        if node in self._ended:
+        if node in self._ended or time.thread_time() > self._deadline or not self._move(node):
             return
-        self._move(node)
         space = min(self._limit.num_tokens + 1 - len(self._tokens), self._limit.num_steps - self._depths[node])
         for token in forced.tokens(self._matcher, self._bits[node], space):
             child = self.add(node, token)
@@ -133,7 +139,12 @@ class GrammarTree:
         else:
             self._matcher.fill(self._bits[node])
 
-    def _move(self, node: int) -> None:
+    def _is_failed_draft(self) -> bool:
+        """Whether a draft exceeded a limit, and not the root, whose error stays."""
+        return self._matcher.error is not None and bool(self._words[ROOT].any())
+
+    def _move(self, node: int) -> bool:
+        """Bring the matcher to a node; False if that exceeds a limit, and then it is above the node."""
         wanted = [node]
         while wanted[-1] != ROOT:
             wanted.append(self._parents[wanted[-1]])
@@ -141,8 +152,11 @@ class GrammarTree:
         shared = 0
         while shared < min(len(wanted), len(self._path)) and wanted[shared] == self._path[shared]:
             shared += 1
-        if shared < len(self._path):
+        if shared < len(self._path) or self._is_failed_draft():
             self._matcher.rollback(len(self._path) - shared)
+        del self._path[shared:]
         for step in wanted[shared:]:
-            self._matcher.accept(self._tokens[step])
-        self._path = wanted
+            if not self._matcher.accept(self._tokens[step]):
+                return False
+            self._path.append(step)
+        return True

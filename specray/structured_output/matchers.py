@@ -3,8 +3,10 @@
 Rank 0 owns them. It withholds a request whose grammar is still compiled from the plan, so the other ranks never wait.
 """
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specray.errors import InvalidRequestError
-from specray.grammar import NO_TOKEN_ALLOWED, GrammarSpec
+from specray.grammar import GRAMMAR_LIMIT_EXCEEDED, NO_TOKEN_ALLOWED, GrammarSpec
 from specray.ops.token_mask import TokenMask
 from specray.spec_decode.draft_tree import DraftTree, TreeLists
 from specray.step import DraftLimit, RequestResult, ScheduledRequest, StepPlan
@@ -22,6 +24,10 @@ if TYPE_CHECKING:
     from specray.structured_output.compiler import CompiledGrammar, GrammarMatcher
 
 IDLE_WAIT_S = 0.02  # for a grammar, where a step has nothing else to do
+# The CPU time that a request's grammar may take in steps. llguidance's limits count items; their cost grows with the
+# square of their number if a grammar is ambiguous.
+_MAX_SPENT_S = 0.2
+_MAX_SPENT_PER_TOKEN_S = 0.01
 
 
 @dataclass(slots=True, eq=False)
@@ -34,6 +40,16 @@ class SlotGrammar:
     matcher: "GrammarMatcher | None" = None  # after all tokens of the output; None until it is compiled
     withheld_block_ids: list[int] = field(default_factory=list)
     error: str | None = None
+    spent_s: float = 0.0  # CPU time in steps
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Work of a step. It ends the request if it takes too long for the tokens that it has made."""
+        start = time.thread_time()
+        yield
+        self.spent_s += time.thread_time() - start
+        if self.matcher and self.spent_s > _MAX_SPENT_S + _MAX_SPENT_PER_TOKEN_S * self.matcher.num_tokens:
+            self.error = self.error or GRAMMAR_LIMIT_EXCEEDED
 
 
 class ConstrainedTrees(NamedTuple):
@@ -86,9 +102,10 @@ class GrammarTable:
         trees = tree.to_lists()  # one copy to the host, only in steps with a grammar
         bits: dict[int, Tensor] = {}
         for row in rows:
-            trees[row], bits[row] = self._constrain_row(slots[row], tree, trees[row], limits[row])
+            grammar = self.slots[slots[row]]
+            with grammar.measured():
+                trees[row], bits[row] = self._constrain_row(grammar, tree, trees[row], limits[row])
             if not bits[row][0].any():
-                grammar = self.slots[slots[row]]
                 assert grammar.matcher is not None
                 grammar.error = grammar.matcher.error or NO_TOKEN_ALLOWED
         if tree.draft_probs is None:
@@ -105,13 +122,14 @@ class GrammarTable:
         grammar = self.slots.get(slot)
         if grammar is None or grammar.matcher is None:
             return
-        for token in token_ids:
-            if grammar.matcher.has_ended:
-                return
-            if not grammar.matcher.accept(token):
-                mismatch = f"token {token} of the output does not match the request's grammar"
-                grammar.error = grammar.matcher.error or mismatch
-                return
+        with grammar.measured():
+            for token in token_ids:
+                if grammar.matcher.has_ended:
+                    return
+                if not grammar.matcher.accept(token):
+                    mismatch = f"token {token} of the output does not match the request's grammar"
+                    grammar.error = grammar.matcher.error or mismatch
+                    return
 
     def _with_blocks(self, row: ScheduledRequest) -> ScheduledRequest:
         """The row with the blocks of the rows that were withheld before it, which the request table has not seen."""
@@ -147,11 +165,11 @@ class GrammarTable:
         return grammar is not None and grammar.matcher is not None and not grammar.matcher.has_ended
 
     def _constrain_row(
-        self, slot: int, tree: DraftTree, drafts: TreeLists, limit: DraftLimit
+        self, grammar: SlotGrammar, tree: DraftTree, drafts: TreeLists, limit: DraftLimit
     ) -> tuple[TreeLists, Tensor]:
         from specray.structured_output.grammar_tree import allowed_tokens, constrained
 
-        grammar, tools = self.slots[slot], self.compilation.tools
+        tools = self.compilation.tools
         assert grammar.matcher is not None
         if tree.draft_probs is not None:
             # Rejection sampling: a draft that was drawn must be seen to be rejected, or the residual would be wrong.

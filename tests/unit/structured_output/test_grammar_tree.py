@@ -1,15 +1,18 @@
 """Draft trees under a grammar: what is cut, what is added, and what is allowed at each node."""
 
 from collections.abc import Callable
+from concurrent.futures import Future
+from random import Random
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from llguidance import LLParserLimits
 from torch import Tensor
 
-from specray.grammar import GrammarKind, make_grammar
+from specray.grammar import GRAMMAR_LIMIT_EXCEEDED, GrammarKind, make_grammar
 from specray.models.tokenizer import load_tokenizer
 from specray.spec_decode.draft_tree import NONE, TreeLists
 from specray.step import DraftLimit
@@ -17,6 +20,7 @@ from specray.structured_output.compilation import GrammarTools, make_tools
 from specray.structured_output.compiler import GrammarMatcher
 from specray.structured_output.forced_text import Encode
 from specray.structured_output.grammar_tree import allowed_tokens, constrained
+from specray.structured_output.matchers import SlotGrammar
 from tests.support.json_toy import BYTES_END, byte_tokenizer, write_json_toy
 from tests.support.toy import EOS, VOCAB_SIZE
 
@@ -124,6 +128,49 @@ def test_long_forced_text_is_searched_up_to_the_limit(
     tree, _ = constrained(matcher, TreeLists([9], [NONE]), DraftLimit(5, 40), WORDS, tools.forced)
     assert len(tree.tokens) == 6
     assert len(accepted) <= 2 * 5
+
+
+def test_a_draft_that_exceeds_a_limit_leaves_the_matcher_where_it_was(
+    start: Start, tools: GrammarTools, encode: Encode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of the output was taken back with the draft, and the request ended with an error of the engine."""
+    monkeypatch.setattr("specray.structured_output.compiler.LIMITS", LLParserLimits(max_lexer_states=2000))
+    matcher, random, num_tokens = start("regex", ".*a.{200}.*b.{200}"), Random(0), 0
+    while matcher.error is None and num_tokens < 2000:
+        drafted = random.choices(encode("abc"), k=8)
+        parents = [NONE] + [random.randrange(node) for node in range(1, 9)]
+        constrained(matcher, TreeLists([9, *drafted], parents), MANY, WORDS, tools.forced)
+        assert matcher.num_tokens == num_tokens
+        num_tokens += matcher.accept(random.choice(drafted))
+    assert matcher.error == GRAMMAR_LIMIT_EXCEEDED
+
+
+def test_drafting_stops_when_its_time_is_over(
+    start: Start, tools: GrammarTools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each draft of an ambiguous grammar may cost a quarter of a second."""
+    monkeypatch.setattr("specray.structured_output.grammar_tree._MAX_DRAFTING_S", 0.0)
+    tree, bits = constrained(start("json_schema", OBJECT), TreeLists([9], [NONE]), MANY, WORDS, tools.forced)
+    assert tree.tokens == [9]
+    assert ids_of(bits[0])
+
+
+def test_a_grammar_that_takes_too_much_time_for_its_tokens_ends_its_request(
+    start: Start, encode: Encode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`s ::= s s s | s s | [a-z] | ""` took 49 s for 71 tokens, in the steps of all requests."""
+    clock = iter([0.0, 0.15, 1.0, 1.1, 2.0, 2.1])
+    monkeypatch.setattr("specray.structured_output.matchers.time.thread_time", lambda: next(clock))
+    matcher = start("regex", "a*")
+    grammar = SlotGrammar(make_grammar("regex", "a*"), Future(), [], matcher)
+    with grammar.measured():
+        advance(matcher, encode("aaaaaaa"))
+    with grammar.measured():
+        pass
+    assert grammar.error is None
+    with grammar.measured():
+        pass
+    assert grammar.error == GRAMMAR_LIMIT_EXCEEDED
 
 
 @st.composite
