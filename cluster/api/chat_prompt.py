@@ -84,7 +84,7 @@ def _with_text_arguments(message: Json) -> Json:
 
 
 def _without_calls(messages: Sequence[Json], calls: ToolFormat) -> Iterator[Json]:
-    """The same conversation in messages of users and assistants. Neighbouring results become one message."""
+    """`messages` with roles user and assistant only. Neighbouring tool results become one message."""
     results: list[str] = []
     for message in messages:
         if message["role"] == "tool":

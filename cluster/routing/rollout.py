@@ -46,7 +46,7 @@ class DrafterRollout:
         await asyncio.shield(self._tasks.spawn(self._change(lambda _: speculative, is_whole=True)))
 
     async def change(self, change: Callable[[SpeculativeConfig], SpeculativeConfig]) -> None:
-        """The same with options made from the present ones. Raises what `change` raises.
+        """Replace the drafter by one whose options `change` makes of the present ones. Raises what `change` raises.
 
         It is refused if another ingress has changed them at the same time.
         """

@@ -133,7 +133,7 @@ def tree_options(tree: str | None, place: str) -> dict[str, int | None]:
 
 
 def with_tree(config: SpeculativeConfig, tree: str) -> SpeculativeConfig:
-    """The same method and head with another tree. Raises ConfigError."""
+    """`config` with another tree. Raises ConfigError."""
     return _speculative(tree, config.model_dump() | tree_options(tree, tree))
 
 

@@ -139,7 +139,7 @@ def as_text(url: str, before: ServerStatus, now: ServerStatus) -> str:
 
 
 def as_json(url: str, before: ServerStatus, now: ServerStatus) -> str:
-    """The same as one line of JSON."""
+    """The server's and its replicas' status as one line of JSON."""
     facts = {"url": url, "ready": now.is_ready, "failovers": now.info.get("num_failovers")}
     return json.dumps(facts | {"replicas": [row._asdict() for row in replica_statuses(before, now)]})
 

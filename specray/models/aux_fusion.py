@@ -54,7 +54,7 @@ class AuxFusion:
         return states if self._fc is None else self._fc(states)
 
     def _packed(self, weights: list[Tensor]) -> Fusion | None:
-        """The same for the CPU kernels; None if they do not have `fc`, or there are several norms one after another."""
+        """The fusion for the CPU kernels; None if they do not have `fc`, or there are several norms in a row."""
         if not isinstance(self._fc, PackedMatrix) or len(weights) > 1:
             return None
         return Fusion(weights[0].float().contiguous() if weights else None, self._fc)

@@ -114,7 +114,7 @@ class CausalLM(nn.Module):
         attend: PagedAttend,
         aux_hidden_state_layers: Sequence[int],
     ) -> tuple[Tensor, list[Tensor]]:
-        """The same with all layers in one call. The final hidden states are float32."""
+        """Run all layers in one call of the CPU kernels. The final hidden states are float32."""
         hidden, dtype, final_layer = embedded.float(), self.embedding.weight.dtype, len(self.layers)
         taps = _tapped(aux_hidden_state_layers, final_layer)
         copies = layers(hidden, positions, attend, taps, dtype=dtype)

@@ -42,5 +42,5 @@ class FeedForward(Layer):
         return self.down(self.gate_up(x))
 
     def added(self, x: Tensor, residual: Tensor) -> Tensor:
-        """The same plus `residual`, a new tensor."""
+        """`forward(x) + residual` as a new tensor."""
         return self.down.added(self.gate_up(x), residual)

@@ -42,7 +42,7 @@ class EagleHead(Protocol):
         """Output [T, H] of the last layer, before any norm; token_ids (of the target) and positions are int64 [T]."""
 
     def step_forward(self, attention: AttentionBackend) -> HeadForward:
-        """The same call for the steps that `attention` plans, chosen once."""
+        """The fastest form of `__call__` for the steps that `attention` plans."""
 
     def recur(self, output: Tensor) -> Tensor:
         """The states of the tokens that are drafted from `output`."""

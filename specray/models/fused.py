@@ -64,7 +64,7 @@ def are_row_wise(layers: Sequence[object]) -> bool:
 def fused(
     layers: Sequence[tuple[RMSNorm | None, object, RMSNorm, object]], rotary: RotaryEmbedding, eps: float
 ) -> FusedLayers | None:
-    """The same for layers of (input norm, attention, norm of the feed-forward, feed-forward)."""
+    """The CPU kernels of layers of (input norm, attention, norm of the feed-forward, feed-forward), or None."""
     own = kernels()
     parts = [_parts(*layer) for layer in layers]
     first = layers[0][1]

@@ -88,7 +88,7 @@ class Loader:
         return torch.cat((rows, rows.new_zeros(missing, shape[1]))) if missing else rows.contiguous()
 
     def vocab_weight(self, name: str, shape: tuple[int, int]) -> Weight:
-        """The same as a matrix for a linear layer (see `weight`)."""
+        """`vocab` as a matrix for a linear layer (see `weight`)."""
         grouped = self._grouped(name, shape) if self.group.size == 1 else None
         return self.vocab(name, shape) if grouped is None else grouped
 

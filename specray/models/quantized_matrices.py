@@ -27,7 +27,7 @@ class StoredMatrix(Protocol):
         """float32 weights of these outputs and inputs."""
 
     def grouped(self) -> GroupedWeight | None:
-        """The same integers and scales for the CPU kernels; None if they have no such format."""
+        """The stored integers and scales for the CPU kernels; None if they have no such format."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

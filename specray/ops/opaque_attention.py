@@ -96,7 +96,7 @@ def _attend_rotated(
     num_heads: int,
     place: int,
 ) -> Tensor:
-    """The same from q, k and v as projected, [T, heads + 2 * kv_heads, dim]; see FusedAttend."""
+    """Attention from q, k and v as projected, [T, heads + 2 * kv_heads, dim]; see FusedAttend."""
     step = _step.get()
     count = step.num_tokens
     if step.attend is None:

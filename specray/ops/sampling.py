@@ -44,7 +44,7 @@ def sample(logits: Tensor, batch: SamplingBatch, keys: Tensor) -> Tensor:
 
 
 def sample_padded(logits: Tensor, batch: SamplingBatch, keys: Tensor, is_filtered: bool = True) -> Tensor:
-    """The same for rows of which the host knows nothing, without bias, penalties and masked end tokens.
+    """Sample rows whose options the host does not read. None has bias, penalties or masked end tokens.
 
     Unless `is_filtered`, no row has top-k, top-p or min-p.
     """
@@ -115,7 +115,7 @@ def _adjust(logits: Tensor, state: SamplingState) -> Tensor:
 
 
 def _prefix(scaled: Tensor, batch: SamplingBatch) -> int:
-    """How many of the likeliest tokens to sort.
+    """How many of the most likely tokens to sort.
 
     A prefix is enough for almost every nucleus. On a GPU the host could not check that without a copy.
     """
@@ -128,7 +128,7 @@ def _prefix(scaled: Tensor, batch: SamplingBatch) -> int:
 def _lowest_kept(scaled: Tensor, batch: SamplingBatch, prefix: int) -> Tensor:
     """The smallest logit [n, 1] that passes top-k, top-p over the tokens that top-k kept, and min-p.
 
-    Only the `prefix` likeliest tokens are sorted at first.
+    Only the `prefix` most likely tokens are sorted at first.
     """
     logprobs = scaled.log_softmax(-1)  # row by row, so that no row's bits depend on the others
     vocab_size = scaled.shape[-1]

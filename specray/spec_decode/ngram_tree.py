@@ -96,7 +96,7 @@ def _grow_bfs(builder: _TreeBuilder, texts: Texts, window: int, rules: NgramRule
 
 
 def _grow_prob(builder: _TreeBuilder, texts: Texts, window: int, rules: NgramRules) -> None:  # noqa: ARG001
-    """The likeliest node first. Its probability is its share among the most frequent children, times its parent's."""
+    """The most likely node first. Its probability is its share among the most frequent children, times its parent's."""
     heap: list[tuple[float, int, int, int, Texts, int]] = []
     order = count()  # ties go to the first one found
 

@@ -65,7 +65,7 @@ class TreePrefix(NamedTuple):
 
 
 class PaddedPrefix(NamedTuple):
-    """The same in a CUDA graph. Nodes attend to all positions before the roots."""
+    """The prefixes of R trees in a CUDA graph. Nodes attend to all positions before the roots."""
 
     slots: Tensor  # int64 [R], of the request table
     ends: Tensor  # int64 [R], positions of the roots
@@ -128,7 +128,7 @@ class TreeGrower:
         return self._grow(roots, prefix.positions, output, shape, noise, attend_at)
 
     def grow_padded(self, table: RequestTable, prefix: PaddedPrefix, output: Tensor, is_sampled: bool) -> DraftTree:
-        """The same for R requests of any draft limits, in a CUDA graph."""
+        """Grow trees for R requests with any draft limits, in a CUDA graph."""
         assert isinstance(self._attention, PaddedAttention)
         plan, shape = self._attention.plan_padded, self._shape
         slots, ends, count, topk = prefix.slots, prefix.ends, len(prefix.slots), shape.topk
@@ -198,7 +198,7 @@ class TreeGrower:
         noise: TreeNoise | None,
         attend_at: Callable[[int, Tensor], Attend],
     ) -> DraftTree:
-        """The same for trees of one branch: the likeliest token after each other, without scores."""
+        """Grow trees of one branch: the most likely token at each level, without scores."""
         sees = self._all_ancestors.expand(len(roots), 1, -1)
         at_levels = (positions + self._steps[:, None]).clamp_(max=self._last_position)
         chain, are_finite = [roots], []
@@ -213,7 +213,7 @@ class TreeGrower:
         return tree._replace(num_nodes=tree.num_nodes * torch.stack(are_finite, 1).all(-1))
 
     def _best(self, logits: Tensor, noise: TreeNoise | None, level: int) -> tuple[Tensor, Tensor]:
-        """(the likeliest token of each row of `logits` [B, V] as the target's id, whether its logit is finite)."""
+        """(the most likely token of each row of `logits` [B, V] as the target's id, whether its logit is finite)."""
         if uses_triton(logits.device):
             from specray.ops.gpu.sampling import Rows, choose_drafts
 
@@ -271,7 +271,7 @@ def candidates(
     level_probs: list[Tensor] | None,
     topk: int,
 ) -> tuple[Tensor, Tensor]:
-    """(probabilities, draft ids) of the likeliest tokens below a level's nodes, [B, nodes, topk], best first.
+    """(probabilities, draft ids) of the most likely tokens below a level's nodes, [B, nodes, topk], best first.
 
     `logits` is [B, nodes, V]. The distribution that sampled children are drawn from is appended to `level_probs`.
     """

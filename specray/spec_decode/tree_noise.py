@@ -53,7 +53,7 @@ class TreeNoise:
 
     @cached_property
     def keys_on_gpu(self) -> Tensor:
-        """The same by the Triton kernels, int32 [levels, B, 2]."""
+        """`keys` by the Triton kernels, int32 [levels, B, 2]."""
         from specray.ops.gpu.sampling import keys_of_nodes
 
         count, levels = len(self.seeds), self.num_levels
@@ -80,7 +80,7 @@ class TreeNoise:
         return logits.index_copy(0, rows, logits[rows] / self.temperature[rows, None, None] + noise[:, None])
 
     def probs(self, logits: Tensor, ids: Tensor | None) -> Tensor:
-        """float32 [B, up to V]: the distribution of the likeliest token under noise; zeros if greedy."""
+        """float32 [B, up to V]: the distribution of the most likely token under noise; zeros if greedy."""
         temperature = self.temperature[:, None]
         probs = (logits / temperature.clamp(min=GREEDY_BELOW)).softmax(-1) * (temperature >= GREEDY_BELOW)
         return probs if ids is None else probs.new_zeros(len(probs), int(ids.max()) + 1).index_copy_(1, ids, probs)

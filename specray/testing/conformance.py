@@ -69,7 +69,7 @@ def check_greedy_output(config: EngineConfig) -> None:
 
 
 def check_sampled_output(config: EngineConfig) -> None:
-    """The same for sampled output under a range of sampling options."""
+    """Sampled output equals that of plain decoding, under a range of sampling options."""
     for size in BATCH_SIZES:
         with _engine(config, max_running_requests=size) as llm:
             _require_plain(config, llm, SAMPLED)
@@ -270,7 +270,7 @@ def _plain(
 
 
 def _exact(config: EngineConfig, speculative: SpeculativeConfig) -> EngineConfig:
-    """The same engine in float32, where rounding does not decide between tokens."""
+    """`config` with `speculative`, in float32, where rounding does not decide between tokens."""
     return config.model_copy(update={"dtype": "float32", "quantization": None, "speculative": speculative})
 
 

@@ -28,7 +28,7 @@ class Labels:
     """The target's distributions over the draft vocabulary."""
 
     probs: Tensor  # [m, V]; rows sum to 1
-    best: Tensor  # int64 [m]: the likeliest of each row
+    best: Tensor  # int64 [m]: the most likely of each row
 
 
 def soft_labels(final: Tensor, target_rows: Tensor) -> Labels:

@@ -30,16 +30,16 @@ from specray.worker.step_output import StepOutput
 
 @dataclass(frozen=True, slots=True)
 class StepWants:
-    """What a step needs beside its tokens."""
+    """What a step computes beside its tokens."""
 
     aux_hidden_state_layers: Sequence[int]  # see TargetModel; empty if nobody reads them
-    has_grammar: bool  # of any request; rank 0 alone knows the masks, and all ranks must choose alike
+    has_grammar: bool  # any request has one. Rank 0 alone knows the masks, but all ranks must make the same choices
     may_draft: bool  # all rows may get drafts after this step
 
 
 @dataclass(slots=True)
 class Pass:
-    """A step's pass that was started."""
+    """The forward pass of a step, started and perhaps not finished."""
 
     batch: StepBatch
     computed: ForwardOutput
@@ -116,7 +116,7 @@ class TorchBackend:
         return StepOutcome(started.batch, output, started.computed, end)
 
     def _reads_largest(self, batch: StepBatch, wants: StepWants) -> bool:
-        """Whether nothing but the largest logit of each node is read."""
+        """Whether only the largest logit of each node is read."""
         is_coupled = not wants.has_grammar and self._sampler is coupled
         return is_coupled and all(reads_largest_logit(state.sampling) for state in batch.rows.states)
 

@@ -1,4 +1,4 @@
-"""What a drafter reads of a step: the requests, and the hidden states of the tokens that they committed."""
+"""The drafter's input from a step: the requests, and the hidden states of the tokens that they committed."""
 
 from collections.abc import Collection, Sequence
 

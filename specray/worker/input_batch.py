@@ -82,7 +82,7 @@ class StepBatch(NamedTuple):
         return self._replace(tree=tree, num_nodes=num_nodes, unread=None)
 
     def decoding(self) -> "StepBatch":
-        """The same requests, of which the next token alone is known."""
+        """The batch of the next step, in which each request has one known token."""
         return self._replace(rows=self.rows._replace(num_known=[1] * len(self.rows.states)))
 
 

@@ -119,7 +119,7 @@ def _steps(config: EngineConfig, shape: ModelShape, width: int, dtype: torch.dty
 
 
 def _drafts(config: EngineConfig, shape: ModelShape, width: int, dtype: torch.dtype, is_inline: bool) -> int:
-    """The same of drafters with steps of their own: in their own process, or several.
+    """Bytes of the activations of drafters with steps of their own: in their own process, or several.
 
     Their layers are at most as wide as the target's. They share activations, and inline those of the target.
     """

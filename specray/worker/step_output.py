@@ -39,7 +39,7 @@ class StepOutput(NamedTuple):
 
     @classmethod
     def of_sampled(cls, verified: VerifyOutput) -> "StepOutput":
-        """The same where every request was verified; its number of tokens is 0 if its logits are not finite."""
+        """The output of a step that verified every request. A request without finite logits has 0 tokens."""
         return cls(verified.outcome, verified.outcome.tolist(), verified.logprobs)
 
     def num_kept(self, row: int) -> int:

@@ -1,7 +1,8 @@
 """The expected gain of drafts: how often the target accepts the nodes of a tree.
 
-Drafters put the likeliest nodes first, so the first n nodes are their best tree of n nodes, and node k is accepted less
-often than node k - 1. The rate of each place is measured over all requests. A request's own acceptance scales them.
+Drafters put the most likely nodes first, so the first n nodes are their best tree of n nodes, and node k is accepted
+less often than node k - 1. The rate of each place is measured over all requests. A request's own acceptance scales
+them.
 """
 
 from collections.abc import Iterable, Sequence

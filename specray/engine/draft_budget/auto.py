@@ -24,10 +24,10 @@ DRAFTER_OFF_AFTER = 4  # steps without drafts until the drafter is no longer cal
 MOST_STEP_DRAFTS = 1024  # without a configured limit
 STEPS_PER_SAVE, FIRST_SAVES = 1024, (64, 256)  # of the costs, in steps that were timed
 STEPS_PER_UPDATE = 16  # of what was learnt from trees; every step, it would take as long as all other choices
-# Steps without drafts of a draft model, after which what was learnt of it counts no more: requests may accept more than
-# those that turned it off, and while it reads no prompts, nothing else shows that. Doubles while drafts do not pay.
+# Steps without drafts after which the measured acceptance of a draft model is forgotten: other requests may accept more
+# than those that turned it off, and only new drafts can show that. The number doubles while drafts do not pay.
 FORGET_AFTER, FORGET_AFTER_MOST = 1024, 8192
-TREES_OF_ONE_REQUEST = 8  # when it is tried anew, because one request may be unlike the others
+TREES_OF_ONE_REQUEST = 8  # when a draft model is tried again, because one request may be unlike the others
 LEAST_SCORE = 1e-6  # asks for scores, and keeps every node
 # A step with drafts counts as this many times its measured time, so that plain decoding wins what is within the noise.
 DRAFTING_MARGIN = 1.02
@@ -47,7 +47,7 @@ class LastBest(NamedTuple):
 
 @dataclass(slots=True)
 class Disuse:
-    """Steps in a row in which requests of a draft model had no drafts, and after how many it is tried anew."""
+    """Steps in a row in which requests of a draft model had no drafts, and after how many it is tried again."""
 
     num_steps: int = 0
     limit: int = FORGET_AFTER
@@ -72,8 +72,8 @@ class AutoBudget:
         self._costs = costs or StepCosts()
         self._keep = keep
         self._nodes: dict[str, NodeAcceptance] = {}  # by the name of one of several drafters
-        self._scores: dict[str, ScoreAcceptance] = {}  # the same; only of draft models, which know their scores
-        self._new_trees: dict[str, list[tuple[RequestAcceptance, ScoredTree]]] = {}  # that _scores do not count yet
+        self._scores: dict[str, ScoreAcceptance] = {}  # by drafter; only of draft models, which know their scores
+        self._new_trees: dict[str, list[tuple[RequestAcceptance, ScoredTree]]] = {}  # not counted in _scores yet
         self._cuts: dict[tuple[str, int, int], tuple[int, float]] = {}  # the best, by arguments of `_best_cut`
         self._last_best: LastBest | None = None
         self._num_steps = 0
@@ -127,7 +127,7 @@ class AutoBudget:
         )
 
     def _forget_unused(self, requests: Sequence[Drafting], num_drafts: Sequence[int]) -> None:
-        """Let draft models that have not drafted for long show anew what is accepted, with the next requests."""
+        """Forget the acceptance of draft models that have not drafted for long; the next requests measure it again."""
         for name, acceptance in self._scores.items():
             counts = [
                 count

@@ -31,7 +31,7 @@ class StateInput(NamedTuple):
 
 
 class CoarseOutput(NamedTuple):
-    """An output matrix in two precisions: logits are computed from `matrix`, the likeliest ones again from `rows`.
+    """An output matrix in two precisions: logits are computed from `matrix`, the most likely ones again from `rows`.
 
     Reading the output matrix is most of the time of a level. In 4 bits it takes half as long as in 8.
     """

@@ -42,7 +42,7 @@ def walk(
 def follow(
     kernels: Kernels, choices: Tensor, tokens: Tensor, parents: Tensor, num_nodes: Tensor, max_depth: int
 ) -> Tensor:
-    """The same where the tokens after all nodes are known: int64 [sum of num_nodes], -1 where logits are not finite."""
+    """Walk draft trees with known tokens after all nodes: `choices` int64 [sum of num_nodes], -1 if not finite."""
     count, width = tokens.shape
     kept = [part.contiguous() for part in (tokens, parents, num_nodes)]
     trees = DraftTreesStruct(count, width, max_depth, 0, *[part.data_ptr() for part in kept], None, pointer(choices))

@@ -52,7 +52,7 @@ class Verification:
     def of(
         cls, table: TableKernels, pool: Tensor, slots: Tensor, sampling: SamplingBatch, trees: VerifiedTrees
     ) -> "Verification":
-        """The same with the options of a batch, and tensors of any strides."""
+        """A verification with the options of a batch, from tensors of any strides."""
         options: list[Tensor] = []
         if any(state.is_sampled for state in sampling.states):
             columns = (sampling.seeds, sampling.temperature, sampling.top_p, sampling.min_p, sampling.top_k)

@@ -26,7 +26,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The same of x + residual, both [T, size] and contiguous; x becomes the sum."""
+    """rms_norm of x + residual, both [T, size] and contiguous; x becomes the sum."""
     out = torch.empty_like(x)
     _norm(x, residual, out, weight, eps, adds=True)
     return out

@@ -58,7 +58,7 @@ def choose(rows: Rows, batch: SamplingBatch | None, keys: Tensor | None, first_i
 
 
 def choose_drafts(rows: Rows, temperature: Tensor | None, keys: Tensor | None, column_ids: Tensor | None) -> Choices:
-    """The same without filters, for drafts. `temperature` float32 [B], None: the largest logits.
+    """The draft token after each place, without filters. `temperature` float32 [B], None: the largest logits.
 
     `column_ids` int64 [V] are the token ids of the columns; None: the same.
     """

@@ -252,7 +252,7 @@ def _lists(tree: DraftTree) -> tuple[list[TreeLists], list[list[float]]]:
 
 
 def _lists_from_device(tree: DraftTree) -> tuple[list[TreeLists], list[list[float]]]:
-    """The same from another device, by one copy."""
+    """`_lists` of a tree on another device, by one copy."""
     parts, width = [tree.num_nodes[:, None], tree.tokens, tree.parents], tree.tokens.shape[1]
     packed = torch.cat(parts, 1).to(torch.int32)
     if tree.scores is not None:
