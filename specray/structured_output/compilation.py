@@ -56,7 +56,7 @@ class Compilation:
         """The compiled grammar, or InvalidRequestError, when it is ready."""
         with self._lock:
             future = self._compiled.pop(spec, None)
-            if future is None or (future.done() and future.exception() is not None):
+            if future is None or (future.done() and (future.exception() is not None or future.result().is_full)):
                 future = self._thread.submit(self._compile, spec)
             self._compiled[spec] = future
             while len(self._compiled) > MAX_COMPILED:

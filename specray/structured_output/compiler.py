@@ -6,7 +6,8 @@ a server.
 
 import json
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.metadata import version
 
@@ -29,6 +30,8 @@ from specray.structured_output.structural_tags import TagRules, json_part
 LIMITS = LLParserLimits(step_lexer_fuel=200_000, step_max_items=50_000, max_lexer_states=30_000, verbose_errors=False)
 _MAX_PARTS_TRIED = 100
 # llguidance would replace a mask by one token where it determines the next text; the target decides how that is split.
+_MAX_RENEWAL_S = 0.05  # CPU time of a step in which a grammar is compiled again
+_LEXER_IS_FULL = "lexer error: too many states"
 _DEAD_END = "NoExtensionBias"  # llguidance's error where no token is allowed
 # Earlier releases take some of what a grammar forbids.
 _NEEDED, _INSTALLED = Version("1.9"), Version(version("llguidance"))
@@ -57,11 +60,11 @@ class GrammarCompiler:
         """InvalidRequestError if the grammar is malformed, cannot be enforced, has no output, or is too large."""
         if _OLDER:
             raise InvalidRequestError(_OLDER, "grammar")
-        matcher = self._start(self._rules(spec))
-        if matcher.is_error():
+        rules = self._rules(spec)
+        compiled = CompiledGrammar(lambda: self._start(rules), self._end_tokens, num_words(self._width))
+        if (matcher := compiled.start()).is_error():
             place = self._place_of_error(spec) if spec.kind == "json_schema" else ""
             raise InvalidRequestError(f"the {spec.kind} cannot be compiled{place}: {_reason(matcher)}", "grammar")
-        compiled = CompiledGrammar(matcher, self._end_tokens, num_words(self._width))
         first = compiled.matcher()
         first.fill(bits := torch.zeros(self.num_words, dtype=torch.int32))
         if first.error is not None:
@@ -113,10 +116,19 @@ class GrammarCompiler:
 
 
 class CompiledGrammar:
-    """A grammar from which matchers are made."""
+    """A grammar from which matchers are made.
 
-    def __init__(self, compiled: LLMatcher, end_tokens: frozenset[int], num_tokenizer_words: int) -> None:
-        self._compiled = compiled
+    They share the states of its lexer, whose number is limited and grows with every output. It is then compiled again:
+    a grammar that has served many requests serves the next one, too.
+    """
+
+    def __init__(self, make: Callable[[], LLMatcher], end_tokens: frozenset[int], num_tokenizer_words: int) -> None:
+        self._make = make
+        start = time.thread_time()
+        self._compiled = make()
+        self._is_cheap = time.thread_time() - start < _MAX_RENEWAL_S
+        self.generation = 0
+        self.is_full = False
         self.end_tokens = end_tokens
         self.num_tokenizer_words = num_tokenizer_words  # of a row of bits for the tokenizer's vocabulary
 
@@ -127,6 +139,16 @@ class CompiledGrammar:
     def start(self) -> LLMatcher:
         return self._compiled.deep_copy()
 
+    def renew(self, generation: int) -> bool:
+        """Replace the lexer of this generation, which is full; False if a step cannot wait for that."""
+        if generation == self.generation:
+            if not self._is_cheap:
+                self.is_full = True
+                return False
+            self._compiled = self._make()
+            self.generation += 1
+        return True
+
 
 class GrammarMatcher:
     """Where an output, or a draft of it, is in its grammar. It belongs to one thread.
@@ -136,8 +158,8 @@ class GrammarMatcher:
 
     def __init__(self, grammar: CompiledGrammar) -> None:
         self._grammar = grammar
-        self._matcher = grammar.start()
         self._tokens: list[int] = []
+        self._restart()
         self.error: str | None = None
 
     @property
@@ -156,12 +178,15 @@ class GrammarMatcher:
 
     def accept(self, token: int) -> bool:
         """Advance by a token; False if the grammar does not allow it, or a limit is exceeded."""
-        if self._matcher.is_error() or self.has_ended:
+        self._leave_full_lexer()
+        if self._matcher.is_error() or self.error is not None or self.has_ended:
             return False
         if token in self._grammar.end_tokens:
             is_allowed = self._matcher.is_accepting()
         else:
             is_allowed = self._matcher.try_consume_tokens([token]) == 1
+            if self._renew():
+                is_allowed = self._matcher.try_consume_tokens([token]) == 1
         self._notice_error()
         if is_allowed and self.error is None:
             self._tokens.append(token)
@@ -174,27 +199,51 @@ class GrammarMatcher:
             return
         num_consumed = count - (count > 0 and self.has_ended)
         del self._tokens[len(self._tokens) - count :]
-        if not self._matcher.is_error() and (num_consumed == 0 or self._matcher.rollback(num_consumed)):
+        is_usable = self.error is None and not self._matcher.is_error()
+        if is_usable and (num_consumed == 0 or self._matcher.rollback(num_consumed)):
             return
         self.error = None  # llguidance's matcher does not leave its error
-        self._matcher = self._grammar.start()
-        self._matcher.consume_tokens(self._tokens)
+        self._restart()
+        self._renew()
         self._notice_error()
 
     def fill(self, bits: Tensor) -> None:
         """Set int32 [num_words] to the tokens that are allowed next: none after an error, or where the text that must
         follow cannot be spelled."""
         bits.zero_()
-        if self._matcher.is_error():
+        self._leave_full_lexer()
+        if self._matcher.is_error() or self.error is not None:
             return
         is_same_width = self._grammar.num_tokenizer_words == len(bits)
         row = bits if is_same_width else bits.new_zeros(self._grammar.num_tokenizer_words)
         self._matcher.unsafe_compute_mask_ptr(row.data_ptr(), row.numel() * row.element_size())
+        if self._renew():
+            self._matcher.unsafe_compute_mask_ptr(row.data_ptr(), row.numel() * row.element_size())
         if self._matcher.is_error():
             self._notice_error()
             bits.zero_()
         elif not is_same_width:
             bits.copy_(row[: len(bits)])
+
+    def _restart(self) -> None:
+        self._generation = self._grammar.generation
+        self._matcher = self._grammar.start()
+        self._matcher.consume_tokens(self._tokens)
+
+    def _leave_full_lexer(self) -> None:
+        """Another output may have filled the lexer: from then on it forbids, without an error, what needs more."""
+        if self._grammar.is_full:
+            self.error = GRAMMAR_LIMIT_EXCEEDED
+        elif self._generation != self._grammar.generation and self.error is None and not self.has_ended:
+            self._restart()
+
+    def _renew(self) -> bool:
+        """Continue with another lexer if this one is full."""
+        is_full = self._matcher.is_error() and _LEXER_IS_FULL in self._matcher.get_error()
+        if not is_full or not self._grammar.renew(self._generation):
+            return False
+        self._restart()
+        return True
 
     def _notice_error(self) -> None:
         if self._matcher.is_error() and not self._matcher.get_error().startswith(_DEAD_END):

@@ -135,6 +135,7 @@ def test_a_draft_that_exceeds_a_limit_leaves_the_matcher_where_it_was(
 ) -> None:
     """The end of the output was taken back with the draft, and the request ended with an error of the engine."""
     monkeypatch.setattr("specray.structured_output.compiler.LIMITS", LLParserLimits(max_lexer_states=2000))
+    monkeypatch.setattr("specray.structured_output.compiler._MAX_RENEWAL_S", 0.0)
     matcher, random, num_tokens = start("regex", ".*a.{200}.*b.{200}"), Random(0), 0
     while matcher.error is None and num_tokens < 2000:
         drafted = random.choices(encode("abc"), k=8)
@@ -159,9 +160,9 @@ def test_a_grammar_that_takes_too_much_time_for_its_tokens_ends_its_request(
     start: Start, encode: Encode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`s ::= s s s | s s | [a-z] | ""` took 49 s for 71 tokens, in the steps of all requests."""
+    matcher = start("regex", "a*")
     clock = iter([0.0, 0.15, 1.0, 1.1, 2.0, 2.1])
     monkeypatch.setattr("specray.structured_output.matchers.time.thread_time", lambda: next(clock))
-    matcher = start("regex", "a*")
     grammar = SlotGrammar(make_grammar("regex", "a*"), Future(), [], matcher)
     with grammar.measured():
         advance(matcher, encode("aaaaaaa"))

@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+from llguidance import LLParserLimits
 
 from specray.errors import InvalidRequestError
 from specray.grammar import GRAMMAR_LIMIT_EXCEEDED, GrammarKind, make_grammar
+from specray.structured_output.compilation import Compilation, GrammarTools
 from specray.structured_output.compiler import GrammarCompiler
+from specray.structured_output.forced_text import ForcedText
 from tests.support.json_toy import BYTES_END, byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
@@ -247,3 +250,30 @@ def test_an_older_release_of_llguidance_compiles_nothing(
     monkeypatch.setattr("specray.structured_output.compiler._OLDER", "structured output needs llguidance 1.9")
     with pytest.raises(InvalidRequestError, match="needs llguidance"):
         compiler.compile(make_grammar("choice", ["a"]))
+
+
+def test_a_grammar_serves_any_number_of_outputs(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its outputs share the states of one lexer: once these were used up, each request with it got a 400."""
+    monkeypatch.setattr("specray.structured_output.compiler.LIMITS", LLParserLimits(max_lexer_states=1000))
+    compiled = compiler.compile(make_grammar("regex", "a{900}|b{900}|c{900}"))
+    early = compiled.matcher()
+    for letter in "abcabc":
+        matcher = compiled.matcher()
+        assert all(map(matcher.accept, TOKENIZER.encode(letter * 800))), matcher.error
+    assert all(map(early.accept, TOKENIZER.encode("b" * 800))), early.error
+
+
+def test_a_grammar_that_compiles_slowly_is_compiled_again_beside_the_steps(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specray.structured_output.compiler.LIMITS", LLParserLimits(max_lexer_states=1000))
+    monkeypatch.setattr("specray.structured_output.compiler._MAX_RENEWAL_S", 0.0)
+    compilation = Compilation(lambda: GrammarTools(compiler, ForcedText([], TOKENIZER.encode)))
+    spec, letters = make_grammar("regex", "a{2000}"), TOKENIZER.encode("a" * 2000)
+    first = compilation.start(spec).result(timeout=60)
+    assert compilation.start(spec).result() is first
+    matcher = first.matcher()
+    assert not all(map(matcher.accept, letters))
+    assert matcher.error == GRAMMAR_LIMIT_EXCEEDED
+    again = compilation.start(spec).result(timeout=60).matcher()
+    assert all(map(again.accept, letters[:800]))
