@@ -42,13 +42,26 @@ class StreamedAnswer:
     @property
     def accept_length(self) -> float | None:
         """Tokens per verify step, with the bonus token; None if the server does not report it."""
-        value = (self.usage.get("speculative") or {}).get("accept_length")
+        value = self._speculative.get("accept_length")
         return None if value is None else float(value)
+
+    @property
+    def undrafted_reason(self) -> str:
+        """The usual reason, if most steps had no drafts; else empty."""
+        reasons = self._speculative.get("undrafted_steps") or {}
+        is_most = 2 * sum(reasons.values()) > self._speculative["verify_steps"] if reasons else False
+        return max(reasons, key=reasons.__getitem__) if is_most else ""
+
+    @property
+    def _speculative(self) -> dict[str, Any]:
+        return self.usage.get("speculative") or {}
 
     def summary(self) -> str:
         parts = [f"{self.num_tokens} tokens", f"{self.tokens_per_s:.1f} tokens/s"]
         if self.accept_length is not None:
             parts.append(f"accept length {self.accept_length:.2f}")
+        if self.undrafted_reason:
+            parts.append(f"most steps without drafts ({self.undrafted_reason})")
         if self.is_cut:
             parts.append("cut at its limit, which --max-tokens sets")
         return ", ".join(parts)

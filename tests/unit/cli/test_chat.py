@@ -139,6 +139,19 @@ def test_a_server_with_keys_gets_that_of_the_option_or_the_environment(
     assert chat(server, monkeypatch, "one\n") == 0
 
 
+@pytest.mark.parametrize(
+    ("undrafted", "ending"),
+    [
+        ({}, "1.50"),
+        ({"limit": 1}, "1.50"),
+        ({"limit": 1, "budget": 2}, "1.50, most steps without drafts (budget)"),
+    ],
+)
+def test_an_answer_says_why_most_of_its_steps_had_no_drafts(undrafted: dict[str, int], ending: str) -> None:
+    speculative = {"verify_steps": 4, "accept_length": 1.5, "undrafted_steps": undrafted}
+    assert StreamedAnswer(usage={"speculative": speculative}).summary().endswith(f"accept length {ending}")
+
+
 def test_an_answer_without_speculation_has_no_accept_length() -> None:
     answer = StreamedAnswer("x", {"completion_tokens": 4}, seconds=2.0)
     assert answer.summary() == "4 tokens, 2.0 tokens/s"
