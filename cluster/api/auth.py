@@ -57,16 +57,20 @@ class RequireKey:
     def _tenant(self, scope: Scope) -> str | None:
         """The owner of the request's key, empty where no key is required; None if the request is rejected."""
         path = _route(scope)
-        is_admin = path.startswith(ADMIN) or path == FLUSH_CACHE
-        keys = self._admin_keys if is_admin else self._keys
-        if path in self._open_paths or (keys is None and not is_admin):
+        keys = self._admin_keys if _is_admin(path) else self._keys
+        if path in self._open_paths or (keys is None and not _is_admin(path)):
             return ""
         key = _key(scope)
         return keys.owner(key) if keys is not None and key is not None else None
 
     def _refusal(self, scope: Scope) -> Response:
+        no_rights = "this key has no admin rights; send one of server.admin_key_file"
+        if self._admin_keys is None and _is_admin(_route(scope)):
+            no_rights = "this server has no admin keys; the operator can start it with server.admin_key_file"
+            if self._keys is None:
+                return error_response(ApiError(403, no_rights, code="insufficient_permissions"))
         for keys, problem in (
-            (self._keys, "this key has no admin rights; send one of server.admin_key_file"),
+            (self._keys, no_rights),
             (self._admin_keys, "this key is for the admin routes only; send one of server.api_key_file"),
         ):
             if keys is not None and (key := _key(scope)) is not None and keys.owner(key) is not None:
@@ -85,6 +89,10 @@ async def _tenant_of(request: Request) -> str:
 
 
 Tenant = Annotated[str, Depends(_tenant_of)]  # route parameter: owner of the request's key; empty without keys
+
+
+def _is_admin(path: str) -> bool:
+    return path.startswith(ADMIN) or path == FLUSH_CACHE
 
 
 def _route(scope: Scope) -> str:

@@ -242,6 +242,19 @@ def test_admin_routes_require_an_admin_key(keys: KeyRing | None) -> None:
     assert passed == ["root"]
 
 
+@pytest.mark.parametrize("path", ["/admin/drafter", FLUSH_CACHE])
+def test_a_server_without_admin_keys_says_so(path: str) -> None:
+    app = RequireKey(FastAPI(), None)
+
+    async def ask() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            return await client.post(path)
+
+    reply = asyncio.run(ask())
+    assert reply.status_code == 403
+    assert "server.admin_key_file" in reply.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("path", "key", "status"),
     [
