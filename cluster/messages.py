@@ -67,9 +67,9 @@ class ConnectionEnd(NamedTuple):
     """Why a router ends a connection; the last item of its stream."""
 
     reason: str
-    # The receiver's requests that the engine computed when it ended, one of which may be why. None: not known.
+    # The receiver's requests that the engine computed when it ended, one of which may be the cause. None: not known.
     request_ids: list[str] | None
-    was_alone: bool = False  # the engine computed a single request, which it had isolated: it is why
+    was_alone: bool = False  # the engine computed a single request, which it had isolated: it is the cause
 
 
 Item = RouterInfo | RouterHeartbeat | list[RequestOutput] | ConnectionEnd

@@ -19,7 +19,7 @@ GRAMMAR_LIMIT_EXCEEDED = (
     "the request's grammar needs more work for one token than a step may do; simplify it (fewer alternatives that "
     "begin alike, less recursion, smaller bounds of repetitions)"
 )
-REQUEST_ERRORS = (NO_TOKEN_ALLOWED, GRAMMAR_LIMIT_EXCEEDED)  # of a running request, for which its grammar is to blame
+REQUEST_ERRORS = (NO_TOKEN_ALLOWED, GRAMMAR_LIMIT_EXCEEDED)  # of a running request, caused by its grammar
 
 
 class GrammarSpec(NamedTuple):

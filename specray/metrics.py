@@ -132,7 +132,12 @@ METRICS = (
     Metric("specray_request_queue_time_seconds", "histogram", "From arrival to the first step."),
     Metric("specray_e2e_request_latency_seconds", "histogram", "From arrival in the engine to the last token."),
     Metric("specray_request_prompt_tokens", "histogram", "Prompt tokens of a finished request.", bounds=TOKENS_BUCKETS),
-    Metric("specray_request_generation_tokens", "histogram", "Its generated tokens.", bounds=TOKENS_BUCKETS),
+    Metric(
+        "specray_request_generation_tokens",
+        "histogram",
+        "Generated tokens of a finished request.",
+        bounds=TOKENS_BUCKETS,
+    ),
 )
 
 

@@ -65,7 +65,7 @@ class CompletionReply(OpenAIReply):
         return [self._chunk(choice, delta), *super().chunks(choice, output)]
 
     def _token_ids(self, choice: Completion, token_ids: list[int]) -> Json:
-        """With those of the prompt, once."""
+        """The choice's token ids; in its first chunk also those of the prompt."""
         prompt = {} if choice.index in self._begun else {"prompt_token_ids": self._prompt_of(choice)}
         self._begun.add(choice.index)
         return prompt | super()._token_ids(choice, token_ids)

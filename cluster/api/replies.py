@@ -113,7 +113,7 @@ class OpenAIReply:
         tokens: TokenTexts,
         options: ReplyOptions,
     ) -> None:
-        """`prompts` are the token ids of each."""
+        """`prompts` are the token ids of each prompt."""
         self.choices = empty_choices([params] * len(prompts))
         self._prompts = prompts
         self._metadata = metadata

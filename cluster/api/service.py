@@ -425,7 +425,7 @@ def _prepared(
 def _echoed(
     tokenization: Tokenization, body: CompletionRequest, prompts: Sequence[list[int]], params: SamplingParams
 ) -> list[EchoedPrompt]:
-    """Texts as they were sent, or what is left of them; of token ids the text of all, special tokens too."""
+    """The prompts to repeat: texts as sent, or decoded if truncated; token ids decoded with special tokens."""
     echoed = []
     for item, token_ids in zip(body.prompt.items, prompts, strict=True):
         options = params if isinstance(item, str) else replace(params, skip_special_tokens=False)

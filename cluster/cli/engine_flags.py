@@ -1,4 +1,4 @@
-"""What SpecRay has in place of the flags of SGLang's and vLLM's servers that it does not have itself.
+"""Flags of SGLang's and vLLM's servers that SpecRay does not have: what to use instead, or why there is none.
 
 One table answers for all of them, because a flag that looks similar may do something else. `docs/migrating.md` explains
 the common ones. Flags that SpecRay has under the same name are not here: `flags` makes them of the configuration.

@@ -140,7 +140,7 @@ def _start(deploy: ServeDeploySchema, apps: dict[str, AppConfig], stop: Stop, fo
 
 
 def _wait_for_end_of_input() -> None:
-    """Meanwhile, if nobody reads standard output or error any more, what is printed there is dropped."""
+    """Block until standard input ends. If the reader of standard output or error goes away, send it to /dev/null."""
     poll = select.poll()
     for fd in range(3):
         poll.register(fd, select.POLLIN if fd == 0 else 0)

@@ -133,7 +133,7 @@ def _failed(error: Exception) -> int:
 
 
 def _excess(apps: Sequence[AppConfig]) -> Iterator[str]:
-    """Why this machine cannot have what the applications reserve, if so."""
+    """The resources that the applications reserve and this machine does not have, as one error; none if it has them."""
     num_gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
     machine = {"CPU": float(len(os.sched_getaffinity(0))), "GPU": float(num_gpus)}
     custom = {name: inf for app in apps for name in app.placement.rank_resources}
@@ -189,7 +189,7 @@ def check_parser() -> argparse.ArgumentParser:
 
 
 def _parser(name: str, description: str) -> argparse.ArgumentParser:
-    """The arguments that a configuration is made of, but for the flags of its options."""
+    """A parser of FILE | MODEL and the HTTP flags; `add_flags` adds those of the configuration."""
     parser = argparse.ArgumentParser(
         name, usage=f"{name} [FILE | MODEL] [flags]", description=description, allow_abbrev=False
     )

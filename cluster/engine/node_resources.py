@@ -1,7 +1,7 @@
-"""Whether the nodes of a Ray cluster can ever have what applications reserve.
+"""Checks that the nodes of a Ray cluster have the resources that applications reserve.
 
-Ray itself waits for nodes that may be added later, also where none will be. What is in use does not matter, because it
-may become free.
+Ray itself waits for nodes that may be added later, also where none will be. Resources in use count, because they may
+become free.
 """
 
 from collections.abc import Mapping, Sequence

@@ -74,7 +74,7 @@ def at_quantile(times: Sequence[float], quantile: float) -> float:
 
 
 def _between_tokens(ending: Ending) -> float | None:
-    """Mean over the tokens after the first chunk. None if there are none."""
+    """Mean seconds between the tokens after the first chunk; None if there are none."""
     first, last = ending.token_times[0], ending.token_times[-1]
     return (last - first) / (ending.num_tokens - 1) if last > first and ending.num_tokens > 1 else None
 

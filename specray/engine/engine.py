@@ -73,7 +73,7 @@ class Engine:
 
     @property
     def computing(self) -> list[Request]:
-        """What the engine works on: if it ends now, one of these requests may be why. Thread-safe."""
+        """The requests being computed: if the engine ends now, one of them may be the cause. Thread-safe."""
         return self.scheduler.computing if self._entering is None else [self._entering]
 
     def abort(self, request_ids: Iterable[str]) -> None:

@@ -96,7 +96,7 @@ class Request:
 
     @property
     def is_suspect(self) -> bool:
-        """Whether it may be why an engine ended, and must run alone until it has shown that it was not."""
+        """Whether it may have ended an engine, so that its first steps must run it alone."""
         return self.spec.num_deaths > 0 and self.num_verify_steps < PROBATION_STEPS
 
     @property

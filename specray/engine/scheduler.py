@@ -6,8 +6,8 @@ some of its known tokens, and once none is left it verifies a draft tree. `fair_
 A step may be planned before the result of the last one is known. A request then gets blocks for the most tokens that
 it can have, and is left out if it may have ended. The worker knows its tokens and needs no more from the plan.
 
-A suspect, which an earlier engine may have ended of, has its first steps alone while all others pause. If this engine
-ends as well, it was that request and no other.
+A suspect is a request that an earlier engine computed when it ended. Its first steps run it alone while all others
+pause. If this engine ends as well, that request is the cause.
 """
 
 from collections import deque

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 from specray.errors import ConfigError
 
 _SILU = ("silu", "swish")
-# Every model type's, and those of architectures that other engines serve with the Llama family's code.
+# Keys of all model types, and of architectures that other engines serve with the Llama family's code.
 NOT_COMPUTED: Mapping[str, tuple[object, ...]] = {
     # activations, biases and norms
     "hidden_act": _SILU,

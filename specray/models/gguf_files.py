@@ -551,7 +551,7 @@ def _of_type(file: GgufFile, kind: int) -> list[str]:
 
 
 def _added_bos(file: GgufFile) -> str | None:
-    """The token that begins every text, if the file says so; without a word about it, Llama 3's tokenizers have one."""
+    """The token that begins every text, if the file says so; if it says nothing, Llama 3's tokenizers have one."""
     is_llama3 = _PRE_TOKENIZERS.get(file.get("tokenizer.ggml.pre", str, "default")) == (_LLAMA3,)
     token = _token_id(file, "bos")
     return (

@@ -174,7 +174,7 @@ class DraftSource(Protocol):
     def submit(self, context: ProposeContext) -> None: ...
 
     def take_unread(self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]) -> "UnreadTrees | None":
-        """The first half of `collect`, which does not wait for the drafter; None where only the whole is there."""
+        """The first half of `collect`, which does not wait for the drafter; None if `collect` cannot be divided."""
 
     def collect(self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]) -> tuple[DraftTree, list[int]]:
         """(trees, their numbers of nodes on the host) of requests whose last known tokens are `roots`.

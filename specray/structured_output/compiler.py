@@ -45,7 +45,7 @@ _HEADER = '%llguidance {"no_forcing": true}\n'
 
 
 class GrammarCompiler:
-    """Thread-safe."""
+    """Compiles grammars for one tokenizer. Thread-safe."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """`vocab_size` is the width of the model's logits, which may exceed the tokenizer's vocabulary."""

@@ -20,7 +20,7 @@ _MAX_ALLOWED = 1000  # tokens: where more are allowed, they share a character at
 
 
 class ForcedText:
-    """Of one tokenizer."""
+    """Finds the tokens that a grammar forces, for one tokenizer."""
 
     def __init__(self, token_texts: Sequence[bytes], encode: Encode) -> None:
         """`token_texts` [V]; `encode` is that of `encoder_of`."""

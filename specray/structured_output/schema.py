@@ -273,7 +273,7 @@ def _error(place: str, reason: str) -> InvalidRequestError:
 
 
 def _check_forms(part: Schema) -> None:
-    """What is malformed, so that all else can rely on it."""
+    """Refuse keywords with malformed values; the other checks rely on this."""
     for name, value in part.items():
         is_form, form = _FORMS.get(name, (None, ""))
         if is_form is not None and not is_form(value):

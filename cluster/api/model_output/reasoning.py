@@ -27,7 +27,7 @@ class ReasoningFormat(NamedTuple):
         return end.endswith(THINK) or (self.is_always_open and not end.endswith(END_THINK))
 
     def before_grammar(self) -> "ReasoningFormat":
-        """The format of an output with a grammar: reasoning without a mark would not be known from the answer."""
+        """The format of an output with a grammar: reasoning without a mark could not be told from the answer."""
         return self._replace(is_always_open=False)
 
     def marks(self, prompt: str) -> ReasoningMarks:
