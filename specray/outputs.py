@@ -37,7 +37,7 @@ class Undrafted(NamedTuple):
     none_found: int = 0  # it had nothing to propose, or nothing likely enough or allowed by the grammar
 
     def counts(self) -> dict[str, int]:
-        """Those that are not zero."""
+        """The counts that are not zero, by reason."""
         return {reason: count for reason, count in self._asdict().items() if count}
 
     def plus(self, other: "Undrafted") -> "Undrafted":

@@ -105,7 +105,7 @@ class CompletionReply(OpenAIReply):
         return {"index": choice.index, "text": text, "logprobs": shown}
 
     def _logprobs(self, logprobs: list[TokenLogprob], offsets: "TextOffsets", echo: EchoedPrompt | None) -> Json:
-        """With `echo`, its tokens come first; the first of all has no log probability."""
+        """OpenAI's log probabilities. The tokens of `echo` come first, and the very first one has no value."""
         prompt = echo.token_ids if echo else []
         output = [entry.token_id for entry in logprobs[max(0, len(prompt) - 1) :]]
         nothing = [None] if echo else []

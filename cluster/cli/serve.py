@@ -240,7 +240,7 @@ def _is_configuration(path: Path) -> bool:
 
 
 def _source(options: argparse.Namespace) -> str:
-    """What errors call the configuration."""
+    """The configuration's name in errors."""
     return str(options.file or "command line")
 
 

@@ -119,6 +119,6 @@ class DrafterRollout:
         return self._clients.get(client.replica_id) is client
 
     def _connected(self) -> list[RouterClient]:
-        """In the same order at every ingress."""
+        """Connected routers, in an order that is equal at every ingress."""
         clients = [client for client in self._clients.values() if client.info is not None]
         return sorted(clients, key=lambda client: client.replica_id)

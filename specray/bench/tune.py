@@ -66,7 +66,7 @@ class Candidate:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Those that differ from the defaults, and those that decide how many drafts a step has."""
+        """The options that differ from the defaults, and those that decide how many drafts a step has."""
         limits = {"max_step_draft_tokens", "budget"}
         return self.speculative.model_dump(exclude_defaults=True) | self.speculative.model_dump(include=limits)
 

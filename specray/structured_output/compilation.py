@@ -18,7 +18,7 @@ MAX_COMPILED = 128  # grammars that are kept
 
 
 class GrammarTools(NamedTuple):
-    """What depends on the tokenizer."""
+    """The tools that depend on the tokenizer."""
 
     compiler: "GrammarCompiler"
     forced: "ForcedText"

@@ -151,7 +151,7 @@ class CompiledGrammar:
 
 
 class GrammarMatcher:
-    """Where an output, or a draft of it, is in its grammar. It belongs to one thread.
+    """The position of an output, or of a draft of it, in its grammar. It belongs to one thread.
 
     What exceeds the limits of a step becomes the `error`, until it is rolled back.
     """

@@ -52,7 +52,7 @@ _MEMBERS: dict[str, dict[str, bool]] = {
 
 
 class RulePart(NamedTuple):
-    """What a format becomes in a rule. If it is regular, the text may stand in a terminal as well."""
+    """A format as text of a rule. If it is regular, the text may stand in a terminal as well."""
 
     text: str
     is_regular: bool

@@ -36,7 +36,7 @@ class GraphBackend:
 
     @property
     def knows_tree_sizes(self) -> bool:
-        """Where a graph made the last trees, these have as many nodes as limits allow, or fewer."""
+        """True if a graph made the last trees: they have as many nodes as limits allow, or fewer."""
         return self._graphs.were_drafts_taken
 
     def begin(self, batch: StepBatch, wants: StepWants) -> Pass:

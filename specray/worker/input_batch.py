@@ -75,7 +75,7 @@ class StepBatch(NamedTuple):
         return self.rows.are_all_sampling and max(self.rows.num_known) == 1
 
     def with_sizes(self) -> "StepBatch":
-        """With the trees' numbers of nodes; waits for the drafter."""
+        """A copy with the trees' numbers of nodes; waits for the drafter."""
         if self.unread is None:
             return self
         tree, num_nodes = self.unread()

@@ -17,7 +17,7 @@ from specray.worker.kv_cache import KVCache
 
 
 class ForwardOutput(NamedTuple):
-    """What a forward pass over T tokens returns."""
+    """The output of a forward pass over T tokens."""
 
     # [T, hidden], after the final norm, where InputBatch.read_lens says so; None in a graph, and of a pass that follows
     # another one

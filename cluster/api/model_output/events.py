@@ -101,7 +101,7 @@ class Trimmer:
         self._held: list[str] = []
 
     def push(self, text: str) -> str:
-        """What can be shown after `text` has arrived."""
+        """The text that can be shown once `text` has arrived."""
         if self._is_leading:
             text = text.lstrip()
             self._is_leading = not text

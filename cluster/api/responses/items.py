@@ -93,7 +93,7 @@ class ShellCallItem(BodyPart):
 
 
 class OutputItem(BodyPart):
-    """What the client's tool returned."""
+    """The result of a tool that the client ran."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: CallId

@@ -17,7 +17,7 @@ from specray.ops.cpu.threads import num_threads
 
 
 class TreeLimits(NamedTuple):
-    """Of the trees of a call. `num_drafts` does not count the root; positions past `last_position` count as it."""
+    """Limits of a call's trees. `num_drafts` does not count the root; positions past `last_position` count as it."""
 
     topk: int
     num_levels: int
@@ -27,7 +27,7 @@ class TreeLimits(NamedTuple):
 
 
 class TreeOptions(NamedTuple):
-    """What growing trees takes beside what they grow from."""
+    """Options of growing trees, apart from the requests and limits."""
 
     scratch: Tensor  # int64 [rows, n], KV slots of the nodes
     # (seeds int64 [B], positions of the roots int64 [B], temperature float32 [B], 0 where a request is greedy); None:
@@ -36,7 +36,7 @@ class TreeOptions(NamedTuple):
 
 
 class TreeRequests(NamedTuple):
-    """What B trees grow from."""
+    """The requests below which B trees grow."""
 
     output: Tensor  # [B, H], the model's, from which the roots' children are predicted
     roots: Tensor  # int64 [B], last known tokens

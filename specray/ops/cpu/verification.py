@@ -62,6 +62,6 @@ class Verification:
         return cls(table, pool, slots.contiguous(), options, VerifiedTrees(*parts, max_depth))
 
     def address(self, vocab_size: int) -> "ctypes._Pointer[structs.VerificationStruct]":
-        """Of the struct, for logits of so many columns."""
+        """The struct's address, for logits of `vocab_size` columns."""
         self.struct.trees.vocab_size = vocab_size
         return ctypes.pointer(self.struct)
