@@ -104,12 +104,19 @@ def check_ranks(config: PretrainedConfig, tp_size: int) -> None:
         raise ConfigError(f"tp_size={tp_size} is more than the model's {num_kv_heads} KV heads; lower tp_size")
 
 
+_COMPUTED = (torch.float32, torch.bfloat16, torch.float16)
+
+
 def resolve_dtype(name: str, config: PretrainedConfig, device: torch.device) -> torch.dtype:
     """The type to compute in. auto: the checkpoint's, or bfloat16 for a float32 checkpoint if the hardware has it."""
     if name != "auto":
         return torch_dtype(name)
     stored = config.dtype or torch.float32
-    assert isinstance(stored, torch.dtype)
+    if stored not in _COMPUTED:
+        raise ConfigError(
+            f"config.json has dtype={str(stored).removeprefix('torch.')}, in which nothing is computed; set dtype to "
+            "float32, bfloat16 or float16"
+        )
     if stored is torch.float32 and _has_bfloat16(device):
         return torch.bfloat16
     return stored

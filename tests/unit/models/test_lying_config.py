@@ -28,6 +28,9 @@ from tests.support.toy import write_toy
         {"rope_theta": "x"},
         {"architectures": 5},
         {"model_type": []},
+        {"dtype": "float64"},
+        {"dtype": "int8"},
+        {"dtype": "float8_e4m3fn"},
     ],
 )
 def test_a_lying_configuration_is_a_config_error(options: dict[str, object], tmp_path: Path) -> None:
