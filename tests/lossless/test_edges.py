@@ -107,7 +107,7 @@ def test_one_request_can_fill_the_kv_pool(
 
 @pytest.mark.parametrize("length", [CONTEXT, CONTEXT + 1, CONTEXT + 100])
 def test_a_prompt_that_fills_the_context_is_refused(length: int, toy: Path) -> None:
-    with make_llm(toy) as llm, pytest.raises(InvalidRequestError, match=f"{length} tokens"):
+    with make_llm(toy) as llm, pytest.raises(InvalidRequestError, match=f"{length} in the prompt"):
         llm.generate([[5] * length])
 
 
