@@ -14,6 +14,7 @@ from specray.config import EngineConfig, SpeculativeConfig
 from specray.engine.engine import Engine
 from specray.engine.request import EngineRequest
 from specray.errors import ConfigError, EngineDeadError, InvalidRequestError, QueueFullError, did_you_mean
+from specray.grammar import REQUEST_ERRORS
 from specray.models.files import target_folder
 from specray.models.target_model import TargetModel
 from specray.models.tokenizer import NO_VARIABLES, Message, load_tokenizer, render_chat, sampling_defaults
@@ -197,13 +198,22 @@ class LLM:
                 raise InvalidRequestError(f"request {index}: {error}", error.param) from None
 
     def _run(self, requests: list[EngineRequest], choices: dict[str, Completion], progress: bool) -> None:
-        waiting = requests[::-1]
+        """Run requests to their end. The first that fails ends all, and its error is raised."""
+        waiting, failed = requests[::-1], None
         with tqdm(total=len(requests), desc="generating", unit="request", disable=not progress) as bar:
             while waiting or self.engine.has_work:
                 self._add(waiting)
                 for output in self.engine.step():
                     _collect(choices[output.request_id], output)
                     bar.update(output.finish_reason is not None)
+                    if output.finish_reason is FinishReason.ERROR and failed is None:
+                        failed = output
+                        waiting.clear()
+                        self.engine.abort(choices)
+        if failed is not None and failed.error in REQUEST_ERRORS:
+            raise InvalidRequestError(f"{failed.request_id}: {failed.error}", "grammar")
+        if failed is not None:
+            raise EngineDeadError(f"{failed.request_id}: {failed.error}")
 
     def _add(self, waiting: list[EngineRequest]) -> None:
         """Add as many requests as the queue accepts."""
@@ -224,8 +234,6 @@ def _collect(completion: Completion, output: RequestOutput) -> None:
     completion.usage = output.usage
     if output.prompt_logprobs is not None:
         completion.prompt_logprobs = output.prompt_logprobs
-    if output.finish_reason is FinishReason.ERROR:
-        raise EngineDeadError(f"{output.request_id}: {output.error}")
 
 
 def _config_of(model: str | EngineConfig | None, options: dict[str, Any]) -> EngineConfig:

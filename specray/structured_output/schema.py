@@ -316,6 +316,7 @@ _FORMS: dict[str, tuple[Callable[[object], bool], str]] = {
     "type": (lambda value: isinstance(value, str) or _are_texts(value), "a string or a list of strings"),
     "enum": (lambda value: bool(value) and isinstance(value, list), "a list of one or more values"),
     "pattern": (lambda value: isinstance(value, str), "a string"),
+    "multipleOf": (lambda value: _is_number(value) and value > 0, "a number above 0"),
     "$ref": (lambda value: isinstance(value, str), "a string"),
 }
 

@@ -11,6 +11,7 @@ import specray
 from specray import LLM, SamplingParams
 from specray.config import EngineConfig
 from specray.errors import ConfigError, InvalidRequestError
+from specray.grammar import make_grammar
 from specray.outputs import Generation
 from tests.support.toy import write_toy
 
@@ -112,3 +113,14 @@ def test_the_package_has_only_its_public_names() -> None:
     assert specray.LLM is LLM
     with pytest.raises(AttributeError, match="'specray' has no attribute 'LLm'"):
         specray.LLm  # noqa: B018
+
+
+def test_a_request_that_fails_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The requests beside it went on running, and every later call of `generate` failed with a KeyError."""
+    with monkeypatch.context() as patch:
+        patch.setattr("specray.structured_output.matchers._MAX_SPENT_S", -1.0)
+        options = [{"max_tokens": 5, "grammar": make_grammar("regex", "[^x]*")}, {"max_tokens": 50, "ignore_eos": True}]
+        with pytest.raises(InvalidRequestError, match="more work for one token"):
+            llm.generate([[5, 6], [5, 6]], options)
+    assert not llm.engine.has_work
+    assert len(llm.generate([[5, 6]], {"max_tokens": 5, "ignore_eos": True})[0].choices[0].token_ids) == 5

@@ -179,6 +179,7 @@ def test_a_part_without_finite_values_is_left_out(compiler: GrammarCompiler) -> 
         ({"type": "string", "pattern": "^(?!foo)[a-z]+$"}, "#: 'pattern' is '.*look-ahead"),
         ({"patternProperties": {"(?=a)": {}}}, "#: 'patternProperties' is '.*look-ahead"),
         ({"$defs": {"a b": {"type": "number", "multipleOf": 0.01}}}, "#/.defs/a%20b: 'multipleOf' 0.01 is not exact"),
+        ({"type": "integer", "multipleOf": -3}, "#: 'multipleOf' is -3, not a number above 0"),
         ({"type": "integer", "multipleOf": 65536}, "#: 'multipleOf' 65536 is above 10000"),
         ({"enum": [12345678901234567890]}, "#: the integer 12345678901234567890 has more than 53 bits"),
         ({"const": {"a": [2**60 + 1]}}, "#: the integer"),
