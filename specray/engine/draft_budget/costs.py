@@ -19,9 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 MEMORY = 64  # steps that an average remembers
-HALF_LIFE = 512  # measurements of others after which an average counts half: it may be of another time of the machine
+HALF_LIFE = 512  # measurements of others after which an average counts half
 PACE_MEMORY = 8  # the same for the pace; short beside MEMORY, so that a slower machine changes the pace and no table
 CLIP = 1.5  # a step that takes longer than this many times what is expected was disturbed, and counts as this
+STORED = 1 / 8  # weight of a stored average: it is of another time, so a few new measurements outweigh it
 KNOWN_AFTER = 8  # measurements of a step that is seldom measured: one of the first may have been disturbed
 
 
@@ -121,16 +122,15 @@ class Curve:
         for count, seconds, weight in points:
             if not isfinite(seconds):
                 raise ValueError(f"a step of {count} took {seconds} seconds")
-            self._seconds[int(count)], self._weights[int(count)] = float(seconds), float(weight)
-            self._counts[int(count)] = int(weight)
+            self._seconds[int(count)], self._counts[int(count)] = float(seconds), int(weight)
+            self._weights[int(count)] = STORED * float(weight)
         self._fit: tuple[list[int], list[float]] | None = None  # sorted counts and their fitted seconds
 
     def observe(self, count: int, seconds: float) -> None:
         usual = self._seconds.get(count, seconds)
-        self._num_observed += 1
         self._counts[count] = self._counts.get(count, 0) + 1
-        age = self._num_observed - 1 - self._measured_at.get(count, 0)
-        weight = self._weights[count] = min(MEMORY, 1 + self._weights.get(count, 0) * 0.5 ** (age / HALF_LIFE))
+        weight = self._weights[count] = min(MEMORY, 1 + self._weight(count))
+        self._num_observed += 1
         self._measured_at[count] = self._num_observed
         if 1 < weight <= 2:  # nothing told yet whether the first one was disturbed
             usual = min(usual, CLIP * seconds)
@@ -154,7 +154,7 @@ class Curve:
             return np.ones(np.shape(count))
         if self._fit is None:
             counts = sorted(self._seconds)
-            self._fit = counts, rising([(self._seconds[count], self._weights[count]) for count in counts])
+            self._fit = counts, rising([(self._seconds[count], self._weight(count)) for count in counts])
         counts, seconds = self._fit
         slope = 0.0 if len(counts) < 2 else (seconds[-1] - seconds[-2]) / (counts[-1] - counts[-2])
         beyond = np.maximum(0.0, np.asarray(count) - counts[-1])
@@ -162,7 +162,12 @@ class Curve:
         return seconds_at
 
     def points(self, pace: float) -> list[tuple[int, float, float]]:
-        return [(count, pace * self._seconds[count], self._weights[count]) for count in sorted(self._seconds)]
+        return [(count, pace * self._seconds[count], self._weight(count)) for count in sorted(self._seconds)]
+
+    def _weight(self, count: int) -> float:
+        """Measurements at a count, less the longer ago the last one was: it may be of another time of the machine."""
+        age = self._num_observed - self._measured_at.get(count, 0)
+        return self._weights.get(count, 0.0) * float(0.5 ** (age / HALF_LIFE))
 
 
 def rising(values: Sequence[tuple[float, float]]) -> list[float]:

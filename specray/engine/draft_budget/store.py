@@ -13,7 +13,7 @@ from specray.engine.executor import Capacity
 
 logger = logging.getLogger(__name__)
 
-VERSION = 3  # until the second one, steps after prompts were counted, whose drafting takes longer
+VERSION = 4  # of what the files hold
 
 
 class CostStore:

@@ -178,3 +178,28 @@ def test_stored_costs_do_not_depend_on_the_pace_of_the_moment() -> None:
     for _ in range(50):
         costs.observe(shape(1, 2), 0.024, 0.004)  # twice as long as before
     assert StepCosts.from_json(costs.to_json()).seconds(shape(1, 9)) == pytest.approx(costs.seconds(shape(1, 9)))
+
+
+def times_of_a_busy_minute() -> StepCosts:
+    """Steps of few drafts were measured while other programs used the cores, and those of seven drafts again since."""
+    costs = StepCosts()
+    for _ in range(64):
+        for drafts in (0, 2, 4, 5, 6):
+            costs.observe(StepShape(1, drafts, drafts), 0.007 if drafts == 0 else 0.015 + 0.001 * drafts, 0.001)
+    for _ in range(4000):
+        costs.observe(StepShape(1, 7, 7), 0.0075, 0.001)
+    return costs
+
+
+def test_times_of_a_busy_minute_do_not_outweigh_those_measured_since() -> None:
+    """More work never takes less time, so what was measured for less work long ago was disturbed."""
+    costs = times_of_a_busy_minute()
+    assert costs.target(8) == pytest.approx(0.0075, rel=0.1)
+
+
+def test_a_restart_does_not_make_old_times_new() -> None:
+    costs = StepCosts.from_json(json.loads(json.dumps(times_of_a_busy_minute().to_json())))
+    assert costs.target(8) == pytest.approx(0.0075, rel=0.1)
+    for _ in range(2 * KNOWN_AFTER):  # the machine is half as fast for this alone
+        costs.observe(StepShape(1, 7, 7), 0.015, 0.001)
+    assert costs.target(8) > 0.011
