@@ -21,6 +21,7 @@ from specray.dashboard.panels import PREFIX, RAY_METRICS, ROWS, Panel, Query
 from specray.metrics import METRICS
 
 FOLDER = Path(__file__).parents[2] / "dashboards"
+RAYS_EXPORTERS = "/tmp/ray/prom_metrics_service_discovery.json"
 PANELS = [panel for row in ROWS for panel in row.panels]
 QUERIES = [query for panel in PANELS for query in panel.queries]
 HISTOGRAM_PARTS = ("_bucket", "_sum", "_count")
@@ -142,8 +143,15 @@ def test_every_metric_of_ray_is_used() -> None:
 
 
 @needs_promtool
-def test_promtool_accepts_the_configuration_and_the_rules() -> None:
-    assert "SUCCESS" in promtool("check", "config", "prometheus.yaml")
+def test_promtool_accepts_the_configuration_and_the_rules(tmp_path: Path) -> None:
+    """With a list of exporters in place of the one that a Ray cluster writes, which this machine may never have had."""
+    exporters = tmp_path / "exporters.json"
+    exporters.write_text('[{"labels": {"job": "ray"}, "targets": ["127.0.0.1:8080"]}]')
+    text = (FOLDER / "prometheus.yaml").read_text(encoding="utf-8")
+    assert RAYS_EXPORTERS in text
+    (tmp_path / command.ALERTS).write_bytes((FOLDER / command.ALERTS).read_bytes())
+    (tmp_path / "prometheus.yaml").write_text(text.replace(RAYS_EXPORTERS, str(exporters)))
+    assert "SUCCESS" in promtool("check", "config", str(tmp_path / "prometheus.yaml"))
     assert f"{len(ALERTS)} rules found" in promtool("check", "rules", command.ALERTS)
 
 
