@@ -22,7 +22,6 @@ MEMORY = 64  # steps that an average remembers
 HALF_LIFE = 512  # measurements of others after which an average counts half
 PACE_MEMORY = 8  # the same for the pace; short beside MEMORY, so that a slower machine changes the pace and no table
 CLIP = 1.5  # a step that takes longer than this many times what is expected was disturbed, and counts as this
-STORED = 1 / 8  # weight of a stored average: it is of another time, so a few new measurements outweigh it
 KNOWN_AFTER = 8  # measurements of a step that is seldom measured: one of the first may have been disturbed
 
 
@@ -122,8 +121,8 @@ class Curve:
         for count, seconds, weight in points:
             if not isfinite(seconds):
                 raise ValueError(f"a step of {count} took {seconds} seconds")
-            self._seconds[int(count)], self._counts[int(count)] = float(seconds), int(weight)
-            self._weights[int(count)] = STORED * float(weight)
+            self._seconds[int(count)], self._weights[int(count)] = float(seconds), float(weight)
+            self._counts[int(count)] = int(weight)
         self._fit: tuple[list[int], list[float]] | None = None  # sorted counts and their fitted seconds
 
     def observe(self, count: int, seconds: float) -> None:
