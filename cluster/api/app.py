@@ -124,6 +124,13 @@ def _add_openai_routes(app: FastAPI, service: Service) -> None:
     async def input_tokens(body: InputTokensRequest, tenant: Tenant) -> Json:
         return {"object": "response.input_tokens", "input_tokens": await service.count_tokens(body, tenant)}
 
+    # Without it, the route of stored responses would answer clients that look for compaction with a 405.
+    @app.post("/v1/responses/compact", include_in_schema=False)
+    async def compact() -> None:
+        raise errors.ApiError(
+            404, "SpecRay does not compact conversations; send the conversation's items, or fewer of them"
+        )
+
     @app.get("/v1/responses/{response_id}")
     async def stored_response(response_id: str, tenant: Tenant) -> Json:
         return service.response_store.get(tenant, response_id).reply

@@ -98,6 +98,18 @@ def test_an_unknown_response_is_not_found(serve: Serve, mib: int, reason: str) -
     asyncio.run(scenario())
 
 
+def test_compaction_is_not_found(serve: Serve) -> None:
+    """A 405 would say that the route exists; clients look for a 404."""
+
+    async def scenario() -> None:
+        async with serve() as server:
+            reply = await server.http.post("/v1/responses/compact", json={"input": "hi"})
+            assert reply.status_code == 404
+            assert "compact" in reply.json()["error"]["message"]
+
+    asyncio.run(scenario())
+
+
 def test_a_response_is_known_to_its_own_client_only(serve: Serve, tmp_path: Path) -> None:
     async def scenario() -> None:
         path = tmp_path / "keys"
