@@ -17,7 +17,7 @@ from specray.engine.output_buffer import OutputBuffer
 from specray.engine.request import EngineRequest, Request
 from specray.errors import EngineDeadError, QueueFullError
 from specray.metrics import Snapshot
-from specray.outputs import FinishReason, RequestOutput, RequestUsage
+from specray.outputs import RequestOutput
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,6 @@ class AsyncEngine:
         self._deliver = deliver
         self._buffer = OutputBuffer(stream_interval_s, time.monotonic)
         self._arrived: deque[EngineRequest] = deque()  # not queued in the engine yet
-        self._open: set[str] = set()  # ids of submitted requests whose last output was not published
         self._calls: deque[Callable[[], None]] = deque()  # to run in the loop's thread before the next step
         self._changed = threading.Condition()
         self._closing = False
@@ -59,7 +58,6 @@ class AsyncEngine:
             except QueueFullError:
                 self.add_refused(1)
                 raise
-            self._open.add(request.request_id)
             self._arrived.append(request)
             self._calls.append(self._enqueue)
             self._changed.notify()
@@ -157,33 +155,13 @@ class AsyncEngine:
     def _publish(self, outputs: list[RequestOutput]) -> None:
         self._engine.update_gauges()
         self._snapshot = self._engine.stats.snapshot()
-        self._pass_on(outputs)
-
-    def _pass_on(self, outputs: list[RequestOutput]) -> None:
-        self._open.difference_update(output.request_id for output in outputs if output.finish_reason is not None)
         if ready := self._buffer.add(outputs):
             self._deliver(ready)
 
     def _fail(self, message: str) -> None:
-        """End every submitted request with an error, whatever else fails meanwhile."""
         with self._changed:
             self._error = message
-            self._calls.clear()
-        outputs: list[RequestOutput] = []
-        try:
             while self._arrived:
                 self._enqueue()
-            outputs = self._engine.fail_all(message)
-            self._engine.update_gauges()
-            self._snapshot = self._engine.stats.snapshot()
-        except Exception:
-            logger.exception("the engine could not end its requests")
-        ended = {output.request_id for output in outputs if output.finish_reason is not None}
-        outputs += [_failed(request_id, message) for request_id in sorted(self._open - ended)]
-        self._pass_on(outputs)
-
-
-def _failed(request_id: str, message: str) -> RequestOutput:
-    """The only output of a request of which the engine knows nothing."""
-    usage = RequestUsage(0, 0, 0, 0, 0, 0, 0)
-    return RequestOutput(request_id, [], "", None, FinishReason.ERROR, None, message, usage)
+            self._calls.clear()
+        self._publish(self._engine.fail_all(message))

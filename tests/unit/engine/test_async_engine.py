@@ -5,7 +5,6 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from unittest.mock import Mock
 
 import pytest
 
@@ -278,20 +277,3 @@ def test_statistics_can_be_read_from_another_thread() -> None:
         outputs.wait(1)
         assert before["specray_prompt_tokens_total"] == 0
         assert engine.stats()["specray_prompt_tokens_total"] == 3
-
-
-@pytest.mark.parametrize("broken", ["enqueue", "fail_all", "update_gauges"])
-def test_every_request_ends_once_though_the_engine_itself_fails(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request whose arrival raised was in no list and never ended, nor did the others if ending them raised."""
-    submitted = [long_request(1), long_request(2)]
-    with serving() as (engine, executor, outputs):
-        executor.gate.set()
-        engine.submit(submitted[0])
-        outputs.wait_for_tokens(submitted[0].request_id)
-        with engine._changed:  # the loop waits for it between two steps
-            monkeypatch.setattr(engine._engine, broken, Mock(side_effect=RuntimeError("broken")))
-            if broken == "fail_all":
-                monkeypatch.setattr(engine._engine, "step", Mock(side_effect=RuntimeError("broken")))
-            engine.submit(submitted[1])
-        outputs.wait(2)
-    assert outputs.reasons == {request.request_id: FinishReason.ERROR for request in submitted}
