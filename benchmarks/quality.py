@@ -1,7 +1,7 @@
 """The loss of quality by each type of weights: `python -m benchmarks.quality`.
 
 Every position of a fixed English text is predicted from the text before it, in float32 and in each other type.
-Perplexity is exp of the mean negative log-likelihood. Agreement is the share of positions with the same likeliest token
+Perplexity is exp of the mean negative log-likelihood. Agreement is the share of positions with the same top-1 token
 as in float32 with the same weights. The text, `quality.txt`, was written for this purpose.
 
 A GGUF file's weights are rounded already, often in the groups of 32 inputs that int4 has, so that int4 would hardly
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             found = predictions(case, folder, text, bar)
             agreement = (found.best == reference.best).double().mean()
             rows.append([case.name, f"{found.perplexity:.3f}", f"{100 * agreement:.1f} %"])
-    print(format_table(("weights", "perplexity", "same likeliest token as float32"), rows))
+    print(format_table(("weights", "perplexity", "same top-1 token as float32"), rows))
     print(f"\n{len(reference.best)} positions; {one_line()}")
     return 0
 

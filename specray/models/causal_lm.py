@@ -23,7 +23,7 @@ from specray.models.target_model import BEFORE_FINAL_NORM, ModelShape, StepForwa
 from specray.ops.attention import Attend, AttentionBackend
 from specray.ops.cpu.attention import PagedAttend, PagedAttention
 from specray.ops.cpu.layers import FusedLayers
-from specray.ops.likeliest import LargestLogits
+from specray.ops.largest_logits import LargestLogits
 
 
 class CausalLM(nn.Module):

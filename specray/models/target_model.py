@@ -8,7 +8,7 @@ from torch import Tensor
 
 from specray.layers.linear import VocabEmbedding, VocabHead
 from specray.ops.attention import Attend, AttentionBackend
-from specray.ops.likeliest import LargestLogits
+from specray.ops.largest_logits import LargestLogits
 
 BEFORE_FINAL_NORM = -1  # an index of aux hidden states, see TargetModel
 

@@ -148,7 +148,7 @@ def _chains(
     for window in windows:
         texts = [match.follows for match in matches if match.length >= window]
         if len(texts) > num_seen:  # otherwise the places are those of the longer window
-            num_seen, path = len(texts), _likeliest_path(texts, rules)
+            num_seen, path = len(texts), _most_frequent_path(texts, rules)
         if texts:
             end = min(rules.max_draft_tokens_of(window), rules.depth - window)
             yield window, path.tokens[:end], sum(path.probabilities[:end])
@@ -159,7 +159,7 @@ class _Path(NamedTuple):
     probabilities: list[float]
 
 
-def _likeliest_path(texts: Texts, rules: NgramRules) -> _Path:
+def _most_frequent_path(texts: Texts, rules: NgramRules) -> _Path:
     path, probability = _Path([], []), 1.0
     while children := _children(texts, len(path.tokens)):
         num_seen = sum(map(len, children.values()))

@@ -23,7 +23,7 @@ from specray.ops.attention import (
 )
 from specray.ops.cpu.trees import TreeNetwork
 from specray.ops.gpu import uses_triton
-from specray.ops.likeliest import likeliest
+from specray.ops.largest_logits import top_probs
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.eagle_tree import CandidatePool
 from specray.spec_decode.propose_context import DraftRequest
@@ -279,7 +279,7 @@ def candidates(
         if level_probs is not None:
             level_probs.append(noise.probs(logits[:, 0], draft_token_ids))
         logits = noise.added(logits, level, draft_token_ids)
-    return likeliest(logits, topk)
+    return top_probs(logits, topk)
 
 
 def with_draft_probs(tree: DraftTree, level_probs: list[Tensor]) -> DraftTree:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from specray.ops.cpu.library import Kernels, kernels, kernels_on
 from specray.ops.cpu.tree_walk import follow, walk
 from specray.ops.gpu import uses_triton
-from specray.ops.likeliest import LargestLogits
+from specray.ops.largest_logits import LargestLogits
 from specray.ops.sampling_state import SamplingState
 from specray.ops.token_mask import TokenMask, forbid_masked
 from specray.spec_decode.depth_walk import walk_by_depth

@@ -9,7 +9,7 @@ import torch
 
 from specray.ops.argmax import argmax
 from specray.ops.cpu.library import kernels
-from specray.ops.likeliest import LargestLogits
+from specray.ops.largest_logits import LargestLogits
 from specray.sampling_params import SamplingParams
 from specray.worker.input_batch import InputBatch
 from specray.worker.model_runner import ForwardOutput, KernelRunner

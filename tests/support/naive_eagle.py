@@ -22,7 +22,7 @@ from specray.spec_decode.draft_tree import NONE, TreeLists
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 from specray.spec_decode.tree_shape import TreeShape
 
-# path below the root -> the topk likeliest (probability, token) after it, best first
+# path below the root -> the topk most probable (probability, token) after it, best first
 Path = tuple[int, ...]
 Distribution = Callable[[Path], list[tuple[float, int]]]
 

@@ -178,9 +178,9 @@ void specray_norm(
 
 // The k largest logits of each row [count, size], best first and the lower index first among equals: their softmax
 // probabilities and indexes [count, k]. A row with a NaN has NaN probabilities.
-void specray_likeliest(
+void specray_top_probs(
     const float* logits, int64_t count, int64_t size, int32_t k, float* probs, int64_t* indexes) {
-  for (int64_t r = 0; r < count; ++r) likeliest(logits + r * size, int(size), k, probs + r * k, indexes + r * k);
+  for (int64_t r = 0; r < count; ++r) top_probs(logits + r * size, int(size), k, probs + r * k, indexes + r * k);
 }
 
 // Training: logits [count, size] of `type` become their softmax; best [count] is the place of each row's largest.

@@ -63,7 +63,7 @@ class Sampler {
     float total = sum(sums);
     for (; i < size_; ++i) total += exp_of(logits[i] / temperature - most);
     const int limit = int(options.top_k > 0 ? std::min<int64_t>(options.top_k, size_) : size_);
-    // Almost every nucleus lies in a few of the likeliest tokens, so only as many as it takes are sorted.
+    // Almost every nucleus lies in a few of the most probable tokens, so only as many as it takes are sorted.
     for (float range = 4.0f;; range *= 2) {
       const bool is_all = range > 200.0f;
       collect(logits, temperature, is_all ? -INFINITY : most - range);

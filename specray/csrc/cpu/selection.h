@@ -1,4 +1,4 @@
-// The likeliest tokens of a row of logits.
+// The most probable tokens of a row of logits.
 #pragma once
 
 #include <algorithm>
@@ -34,8 +34,8 @@ inline void largest_logits(const float* logits, int size, int k, float* values, 
   for (; i < size; ++i) add(i);
 }
 
-// See specray_likeliest.
-inline void likeliest(const float* logits, int size, int k, float* probs, int64_t* indexes) {
+// See specray_top_probs.
+inline void top_probs(const float* logits, int size, int k, float* probs, int64_t* indexes) {
   largest_logits(logits, size, k, probs, indexes);
   const float most = probs[0];
   Floats sums{};

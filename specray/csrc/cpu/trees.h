@@ -120,7 +120,7 @@ class Candidates {
   // [width, columns]: which earlier nodes, and itself, each node of the level sees.
   const uint8_t* sees() const { return sees_.data(); }
 
-  // Adds a level from the likeliest tokens below its nodes, best first: [topk] for the root, [width, topk] for others,
+  // Adds a level from the most probable tokens below its nodes, best first: [topk] for the root, [width, topk] for others,
   // [topk] if they are the `same` below all nodes.
   void add_level(int level, const float* probs, const int64_t* ids, const int64_t* target_ids, bool same = false) {
     const int start = int(scores_.size()), count = level ? width_ : 1;
@@ -197,7 +197,7 @@ class Candidates {
 // the last of `num_drafts` it must be one of the first num_drafts - 1.
 inline int level_width(const Growth& growth) { return std::min(growth.topk, std::max(1, growth.num_drafts - 1)); }
 
-// The likeliest tokens below rows of outputs [`most`, hidden], under noise where a request is sampled.
+// The most probable tokens below rows of outputs [`most`, hidden], under noise where a request is sampled.
 class Children {
  public:
   Children(const DraftNetwork& network, const Growth& growth, int most)
@@ -227,10 +227,10 @@ class Children {
     }
     if (network_.output_rows) {
       const float temperature = is_sampled ? growth_.temperature[tree] : 1.0f;
-      correct_likeliest(output, logits, is_sampled ? before.data() : logits, temperature);
+      correct_largest(output, logits, is_sampled ? before.data() : logits, temperature);
     }
     const int64_t first = int64_t(r) * growth_.topk;
-    likeliest(logits, network_.num_columns, growth_.topk, probs_.data() + first, ids_.data() + first);
+    top_probs(logits, network_.num_columns, growth_.topk, probs_.data() + first, ids_.data() + first);
   }
 
   const float* probs(int r) const { return probs_.data() + int64_t(r) * growth_.topk; }
@@ -239,7 +239,7 @@ class Children {
  private:
   // Computes the largest of a row's logits again, from the precise output matrix. `before` are the logits before noise
   // and temperature.
-  void correct_likeliest(const float* output, float* logits, const float* before, float temperature) const {
+  void correct_largest(const float* output, float* logits, const float* before, float temperature) const {
     constexpr int CANDIDATES = 4;  // for each child
     const int count = std::min(CANDIDATES * growth_.topk, network_.num_columns), size = network_.sizes.hidden;
     std::vector<float> values(count), row(size);

@@ -78,7 +78,7 @@ class Kernels:
         self.start_forward = self._function("start_forward", *of_pass, c_int32, returns=c_int64)
         self.join = self._function("join", c_int64)
         self.norm = self._function("norm", c_void_p, c_void_p, c_int32, c_int64, c_int32, c_float, c_void_p, c_int32)
-        self.likeliest = self._function("likeliest", c_void_p, c_int64, c_int64, c_int32, c_void_p, c_void_p)
+        self.top_probs = self._function("top_probs", c_void_p, c_int64, c_int64, c_int32, c_void_p, c_void_p)
         of_logits = (c_void_p, c_int32, c_int64, c_int64)
         self.soft_labels = self._function("soft_labels", *of_logits, c_void_p, c_int32)
         self.soft_loss = self._function(

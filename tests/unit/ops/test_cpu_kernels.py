@@ -18,7 +18,7 @@ from specray.ops.cpu.norm import rms_norm
 from specray.ops.cpu.pointer import pointer
 from specray.ops.cpu.structs import check_layouts, layouts
 from specray.ops.grouped_weight import GroupedWeight, Weight, concatenated, to_int4, to_int8
-from specray.ops.likeliest import likeliest
+from specray.ops.largest_logits import top_probs
 from specray.ops.noise import gumbel, noise_keys
 from specray.ops.sampling_state import SamplingBatch, SamplingState
 from tests.support.distributions import OPTIONS
@@ -205,18 +205,18 @@ def test_tokens_are_those_that_torch_chooses(
 
 @pytest.mark.parametrize("count", [1, 3, 10])
 @pytest.mark.parametrize("size", [10, 63, 64, 1000])
-def test_likeliest_tokens_are_those_of_a_stable_sort(size: int, count: int) -> None:
+def test_the_most_probable_tokens_are_those_of_a_stable_sort(size: int, count: int) -> None:
     logits = (random(4, 2, size) * 4).round() / 2  # with ties
-    probs, indexes = likeliest(logits, count)
+    probs, indexes = top_probs(logits, count)
     order = logits.sort(dim=-1, descending=True, stable=True).indices[..., :count]
     assert torch.equal(indexes, order)
     torch.testing.assert_close(probs, logits.softmax(-1).gather(-1, order))
 
 
-def test_the_likeliest_tokens_of_a_row_with_nan_have_nan_probabilities() -> None:
+def test_the_top_probabilities_of_a_row_with_nan_have_nan_probabilities() -> None:
     logits = random(3, 200)
     logits[1, 150] = math.nan
-    probs, _ = likeliest(logits, 4)
+    probs, _ = top_probs(logits, 4)
     assert probs[1].isnan().all()
     assert probs[[0, 2]].isfinite().all()
 

@@ -1,4 +1,4 @@
-"""A draft head's output matrix in 4 bits: the likeliest tokens have the probabilities of its precise rows."""
+"""A draft head's output matrix in 4 bits: the most probable tokens have the probabilities of its precise rows."""
 
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ def expected(
 
 @pytest.mark.skipif(kernels() is None, reason="torch reads the whole matrix")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_likeliest_are_computed_again(
+def test_the_largest_logits_are_computed_again(
     temperature: float, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[tuple[tuple[TreeNetwork, TreeRequests, TreeLimits, TreeOptions], GrownTrees]] = []

@@ -249,7 +249,7 @@ def test_bad_words_reach_the_engine_as_tokens(serve: Serve) -> None:
     asyncio.run(run())
 
 
-def test_best_of_returns_the_likeliest_choices_first(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_best_of_returns_the_most_probable_choices_first(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         async with serve() as server:
             body = {"prompt": ["A", "B"], "n": 2, "best_of": 4, "max_tokens": 6, "seed": 1}

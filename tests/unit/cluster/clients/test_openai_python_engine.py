@@ -277,7 +277,7 @@ def test_an_echo_repeats_the_prompt(ask: Ask) -> None:
         assert content(reply) == TEXTS["prompt"] + content(ask.text(**seeded(TEXTS)))
 
 
-def test_best_of_returns_the_likeliest_choice(ask: Ask) -> None:
+def test_best_of_returns_the_most_probable_choice(ask: Ask) -> None:
     body = seeded(TEXTS) | {"logprobs": 0, "extra_body": {"ignore_eos": True}}
     every = ask.text(**body, n=4).choices
     best = first(ask.text(**body, n=1, best_of=4))

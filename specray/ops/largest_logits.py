@@ -1,4 +1,4 @@
-"""The likeliest tokens of each row of logits, and the selection of the kernel."""
+"""The most probable tokens of each row of logits, and the selection of the kernel."""
 
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ class LargestLogits(NamedTuple):
     token_ids: Tensor  # int64 [n]; -1 where logits are not finite
 
 
-def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def top_probs(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """(probabilities, indexes) [..., count] of the highest of float32 `logits` [..., V], best first."""
     own = kernels_on(logits.device)
     if own is None:
@@ -24,5 +24,5 @@ def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     logits, shape = logits.contiguous(), (*logits.shape[:-1], count)
     probs, indexes = torch.empty(shape), torch.empty(shape, dtype=torch.int64)
     size = logits.shape[-1]
-    own.likeliest(pointer(logits), logits.numel() // size, size, count, pointer(probs), pointer(indexes))
+    own.top_probs(pointer(logits), logits.numel() // size, size, count, pointer(probs), pointer(indexes))
     return probs, indexes
