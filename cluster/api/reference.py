@@ -1,7 +1,8 @@
 """Fills in the tables of `docs/api.md` from the request bodies.
 
-Usage: `python -m cluster.api.reference docs/api.md`. A table stands between `<!-- fields NAME -->`, `<!-- refused -->`
-or `<!-- ignored -->` and `<!-- end -->`; the text around it is written by hand.
+Usage: `python -m cluster.api.reference docs/api.md`. A table stands between `<!-- common -->`, `<!-- fields NAME -->`,
+`<!-- refused -->` or `<!-- ignored -->` and `<!-- end -->`; the text around it is written by hand. Fields that several
+endpoints share stand in the common table only.
 """
 
 import json
@@ -38,18 +39,23 @@ BODIES: Mapping[str, type[BaseModel]] = {
         AbortRequest,
     )
 }
-_MARKED = re.compile(r"(<!-- (fields \w+|refused|ignored) -->\n).*?(<!-- end -->)", re.DOTALL)
-_BOUNDS = {
-    "minimum": "≥ {}",
-    "exclusiveMinimum": "> {}",
-    "maximum": "≤ {}",
-    "exclusiveMaximum": "< {}",
-    "minLength": "≥ {} characters",
-    "maxLength": "≤ {} characters",
-    "minItems": "≥ {} elements",
-    "maxItems": "≤ {} elements",
-    "maxProperties": "≤ {} keys",
+LETTERS = {  # of the bodies that share fields
+    "ChatRequest": "C",
+    "CompletionRequest": "T",
+    "ResponsesRequest": "R",
+    "MessagesRequest": "M",
+    "GenerateRequest": "G",
+    "GenerateSampling": "S",
 }
+_MARKED = re.compile(r"(<!-- (common|fields \w+|refused|ignored) -->\n).*?(<!-- end -->)", re.DOTALL)
+_RANGES = (  # the keys of a lower and an upper bound, and their unit
+    ("minimum", "maximum", ""),
+    ("minLength", "maxLength", " characters"),
+    ("minItems", "maxItems", " elements"),
+    ("minProperties", "maxProperties", " keys"),
+)
+_POWERS = {-(2**63): "-2^63", 2**63 - 1: "2^63-1", 2**31 - 1: "2^31-1"}
+_EXCLUSIVE = {"exclusiveMinimum": "> {}", "exclusiveMaximum": "< {}"}
 
 Json = dict[str, Any]
 
@@ -72,24 +78,57 @@ def _table(kind: str) -> str:
     return "\n".join(lines)
 
 
+def _common(_: str) -> list[str]:
+    groups: dict[tuple[str, str], list[str]] = {}
+    for (field, values), letters in shared_fields().items():
+        groups.setdefault((values, letters), []).append(f"`{field}`")
+    rows = [f"| {', '.join(names)} | {values} | {letters} |" for (values, letters), names in groups.items()]
+    return ["| fields | values | in |", "|---|---|---|", *rows]
+
+
+def shared_fields() -> dict[tuple[str, str], str]:
+    """The letters of the bodies that have a field with the same values, of all that several bodies have."""
+    found: dict[tuple[str, str], str] = {}
+    for name, letter in LETTERS.items():
+        for field, schema in fields_of(BODIES[name]).items():
+            key = (field, _values(schema))
+            found[key] = found.get(key, "") + letter
+    return {key: letters for key, letters in found.items() if len(letters) > 1}
+
+
 def _fields(name: str) -> list[str]:
-    rows = [f"| `{field}` | {_values(schema)} |" for field, schema in fields_of(BODIES[name]).items()]
+    shared = {key for key, letters in shared_fields().items() if LETTERS.get(name, "-") in letters}
+    own = {field: _values(schema) for field, schema in fields_of(BODIES[name]).items()}
+    rows = [f"| `{field}` | {values} |" for field, values in own.items() if (field, values) not in shared]
     return ["| field | values |", "|---|---|", *rows]
 
 
 def _refused(_: str) -> list[str]:
-    rows = [
-        f"| `{name}` | {', '.join(f'`{json.dumps(value)}`' for value in refusal.accepted) or 'none'} |"
-        for name, refusal in sorted((REFUSED | GENERATION).items())
-    ]
-    return ["| field | accepted values, which turn it off |", "|---|---|", *rows]
+    values = {
+        name: ", ".join(f"`{json.dumps(value)}`" for value in refusal.accepted) or "none"
+        for name, refusal in (REFUSED | GENERATION).items()
+    }
+    return ["| accepted values, which turn a field off | fields |", "|---|---|", *_grouped(values)]
 
 
 def _ignored(_: str) -> list[str]:
-    return ["| field | why |", "|---|---|", *(f"| `{name}` | {reason} |" for name, reason in sorted(HARMLESS.items()))]
+    return ["| why | fields |", "|---|---|", *_grouped(HARMLESS)]
 
 
-_TABLES: dict[str, Callable[[str], list[str]]] = {"fields": _fields, "refused": _refused, "ignored": _ignored}
+def _grouped(columns: Mapping[str, str]) -> list[str]:
+    """A row for each value, with the names that have it, in the order of the alphabet."""
+    groups: dict[str, list[str]] = {}
+    for name in sorted(columns):
+        groups.setdefault(columns[name], []).append(f"`{name}`")
+    return [f"| {value} | {', '.join(names)} |" for value, names in sorted(groups.items())]
+
+
+_TABLES: dict[str, Callable[[str], list[str]]] = {
+    "common": _common,
+    "fields": _fields,
+    "refused": _refused,
+    "ignored": _ignored,
+}
 
 
 def _resolved(schema: Any, definitions: Json) -> Any:
@@ -116,8 +155,24 @@ def _values(schema: Json) -> str:
     kind = schema.get("type", "any")
     if kind == "array":
         kind = f"list of ({_values(schema.get('items', {}))})"
-    limits = [text.format(f"{schema[key]:,.12g}") for key, text in _BOUNDS.items() if key in schema]
+    limits = [text.format(_number(schema[key])) for key, text in _EXCLUSIVE.items() if key in schema]
+    limits += [
+        _range(schema.get(low), schema.get(high)) + unit for low, high, unit in _RANGES if schema.keys() & {low, high}
+    ]
     return ", ".join([kind, *limits])
+
+
+def _range(low: float | None, high: float | None) -> str:
+    """A range with both ends, `0..1`, or the bound that there is."""
+    if low is None or high is None:
+        return f"≤ {_number(high)}" if low is None else f"≥ {_number(low)}"
+    return f"{_number(low)}..{_number(high)}"
+
+
+def _number(value: float | None) -> str:
+    """A bound; those of machine integers as powers of two."""
+    assert value is not None
+    return _POWERS.get(value, f"{value:,.12g}")
 
 
 if __name__ == "__main__":
