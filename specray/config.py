@@ -35,20 +35,20 @@ class DrafterOptions(Options):
 
     algorithm: str | None = Field(
         None,
-        description="Drafting method: EAGLE3, EAGLE (or NEXTN), MTP, PARALLEL, STANDALONE, NGRAM, or the import path "
-        "of a drafter (package.module:Class); null decodes without drafts.",
+        description="EAGLE3, EAGLE (or NEXTN), MTP, PARALLEL, STANDALONE, NGRAM, or the import "
+        "path of a drafter (package.module:Class); null decodes without drafts.",
     )
     num_steps: Annotated[int, Field(ge=1, le=32)] | None = Field(
         None,
-        description="Depth of a draft tree. Set num_steps, eagle_topk and num_draft_tokens together, or none of them.",
+        description="Depth of a draft tree. Set num_steps, eagle_topk and num_draft_tokens together, or none.",
     )
     eagle_topk: Annotated[int, Field(ge=1, le=32)] | None = Field(
         None, description="Children drafted per node, and nodes expanded per level; 1 drafts a chain."
     )
     num_draft_tokens: Annotated[int, Field(ge=2, le=MAX_TREE_NODES)] | None = Field(
         None,
-        description="Number of nodes of a draft tree, including the root (the last accepted token); null chooses a "
-        "value for the method. NGRAM takes ngram_max_match_window_size.",
+        description="Nodes of a draft tree, including the root (the last accepted token); null "
+        "chooses a value for the method. NGRAM takes ngram_max_match_window_size.",
     )
 
     draft_model_path: str | None = Field(
@@ -63,23 +63,23 @@ class DrafterOptions(Options):
     )
     draft_model_quantization: Literal["auto", "int8", "int4", "fp8", "unquant"] | None = Field(
         None,
-        description="Quantization of the draft model: null takes the target's, unquant disables it, auto chooses int8 "
-        "on a CPU and none elsewhere. Weights shared with the target stay as they are.",
+        description="Quantization of the draft model: null takes the target's, unquant disables "
+        "it, auto chooses int8 on a CPU and none elsewhere.",
     )
     draft_attention_backend: Annotated[AttentionKernels | None, unsupported_options.ATTENTION_KERNELS] = Field(
         None,
-        description="Attention kernels of the draft model; null takes the target's. With flashinfer and fa, the levels "
-        "of a draft tree use Triton's, and with fa the rest as well.",
+        description="Attention kernels of the draft model; null takes the target's. With "
+        "flashinfer, the levels of a draft tree use Triton's; with fa, all.",
     )
     token_map: str | None = Field(
         None,
         min_length=1,
-        description="FR-Spec: file of frequent token ids (.pt or .json), local or owner/name/file on the hub. Only "
-        "these tokens are drafted.",
+        description="FR-Spec: file of the token ids that may be drafted (.pt or .json), local or "
+        "owner/name/file on the hub.",
     )
 
     ngram_min_match_window_size: int = Field(
-        1, ge=1, le=128, description="NGRAM drafts only if at least this many of the last tokens match earlier text."
+        1, ge=1, le=128, description="Least number of last tokens that must match earlier text."
     )
     ngram_max_match_window_size: int = Field(12, ge=1, le=128, description="Maximum number of last tokens to match.")
     ngram_min_bfs_breadth: int = Field(
@@ -93,28 +93,27 @@ class DrafterOptions(Options):
     )
     ngram_match_type: Literal["BFS", "PROB", "SUFFIX"] = Field(
         "BFS",
-        description="How a tree is built from the matches: BFS takes the most recent continuations first, PROB the "
-        "most frequent ones; SUFFIX drafts one chain, chosen by suffix decoding's score.",
+        description="Trees of matches: BFS takes the most recent continuations first, PROB the "
+        "most frequent ones; SUFFIX drafts one chain, by suffix decoding's score.",
     )
     ngram_branch_length: int = Field(
         18, ge=2, le=256, description="Length of a branch of the trie: matched and drafted tokens together."
     )
     ngram_max_trie_depth: Annotated[int, Field(ge=2, le=128)] | None = Field(
         None,
-        description="SGLang's newer option: sets ngram_branch_length to this value and ngram_max_match_window_size to "
-        "one less; leave both out then.",
+        description="SGLang's newer option: ngram_branch_length, and one more than "
+        "ngram_max_match_window_size; leave both out then.",
     )
     ngram_capacity: int = Field(
         10_000_000,
         ge=1000,
         le=10_000_000_000,
-        description="Maximum number of nodes in the trie of finished requests, over all tenants. Each token adds "
-        "up to ngram_branch_length nodes; the oldest are evicted first.",
+        description="Maximum number of nodes in the trie of finished requests, over all tenants. "
+        "Each token adds up to ngram_branch_length; the oldest are evicted.",
     )
     ngram_max_spec_factor: Annotated[float, Field(gt=0.0, le=128.0)] | None = Field(
         2.0,
-        description="Not in SGLang: draft tokens per matched token, so that short matches cost little; null fills the "
-        "tree.",
+        description="Not in SGLang: draft tokens per matched token; null fills the tree.",
     )
     ngram_min_token_prob: float = Field(
         0.1,
@@ -124,8 +123,8 @@ class DrafterOptions(Options):
     )
     ngram_override_min_match: Annotated[int, Field(ge=1, le=128)] | None = Field(
         None,
-        description="Not in SGLang: with another method, draft from n-grams instead where at least this many of the "
-        "last tokens match earlier text; null disables this.",
+        description="Not in SGLang: with another method, draft from n-grams instead where at "
+        "least this many last tokens match.",
     )
 
     moe_runner_backend: Annotated[ExpertKernels | None, unsupported_options.MOE_RUNNER_BACKEND] = Field(
@@ -149,8 +148,8 @@ class ShadowOptions(Options):
 
     drafter: DrafterName | None = Field(
         None,
-        description="Name of the one of speculative.drafters whose trees are not verified but compared with the "
-        "generated text. Only requests that name it get it as their drafter; null for none.",
+        description="Name of the drafter whose trees are not verified but compared with the "
+        "generated text. Only requests that name it are drafted by it.",
     )
     share: float = Field(
         0.05, gt=0.0, le=1.0, description="Share of requests for which the shadow drafter drafts as well."
@@ -162,36 +161,34 @@ class SpeculativeConfig(DrafterOptions):
 
     drafters: Annotated[tuple[NamedDrafter, ...], Field(max_length=MAX_DRAFTERS)] = Field(
         (),
-        description="Not in SGLang. Several drafters side by side, in place of algorithm and its options: a list of "
-        "mappings, each with name, algorithm and that drafter's own options. Each request gets one of them: the one "
-        "that it names, default_drafter, or the one that has been generating the most tokens per second for such "
-        "requests.",
+        description="Not in SGLang. Several drafters side by side, in place of algorithm and its "
+        "options: mappings with name, algorithm and that drafter's own options.",
     )
     default_drafter: DrafterName | None = Field(
         None,
-        description="Name of the one of speculative.drafters for requests that name none; null learns which one is the "
-        "fastest, per client and kind of text.",
+        description="Drafter of requests that name none; null learns which one is the fastest, "
+        "per client and kind of text.",
     )
     shadow: ShadowOptions = ShadowOptions()
 
     max_step_draft_tokens: Annotated[int, Field(ge=1, le=100_000)] | None = Field(
         None,
-        description="Maximum number of draft tokens verified in a step, over all requests. A large batch gets "
-        "smaller trees, and the newest requests none if the budget runs out; null sets no limit.",
+        description="Maximum number of draft tokens verified in a step, over all requests: a "
+        "large batch gets smaller trees, and the newest requests none.",
     )
 
     budget: Literal["static", "auto"] | None = Field(
         None,
-        description="Not in SGLang. Draft tokens of a step: static verifies whole trees, or equal shares of "
-        "max_step_draft_tokens; auto drafts the number of tokens that generates the most tokens per second, with costs "
-        "and acceptance measured while serving, and none where drafting is slower. max_step_draft_tokens limits both. "
-        "null is auto in a server on CPUs where one seed gives one text, and static otherwise.",
+        description="Not in SGLang. static verifies whole trees, or equal shares of "
+        "max_step_draft_tokens; auto drafts what generates the most tokens per "
+        "second, by costs and acceptance measured while serving. null is auto in a "
+        "server on CPUs where one seed gives one text, else static.",
     )
 
     verification: Literal["coupled", "rejection"] = Field(
         "coupled",
-        description="coupled: the output for a seed does not depend on the drafts. rejection: the same distribution, "
-        "but the output for a seed depends on the drafts.",
+        description="coupled: the output for a seed does not depend on the drafts. rejection: the "
+        "same distribution, but the output for a seed depends on them.",
     )
     accept_threshold_single: float = Field(
         1.0,
@@ -208,9 +205,9 @@ class SpeculativeConfig(DrafterOptions):
 
     attention_mode: Annotated[Literal["prefill", "decode"], unsupported_options.ATTENTION_MODE] = Field(
         "prefill",
-        description="How attention_backend: flashinfer and fa verify drafts: by their prefill kernel where it can (fa: "
-        "chains only), or by Triton's kernel for decoding, which splits the keys. Other backends have one kernel for "
-        "both.",
+        description="How flashinfer and fa verify drafts: by their prefill kernel where it can "
+        "(fa: chains only), or by Triton's kernel for decoding. Others have one "
+        "kernel for both.",
     )
     moe_a2a_backend: Annotated[str | None, unsupported_options.MOE_A2A_BACKEND.check] = (
         unsupported_options.MOE_A2A_BACKEND.field
@@ -221,17 +218,15 @@ class SpeculativeConfig(DrafterOptions):
 
     simulate_accept_length: Annotated[float, Field(ge=1.0, le=33.0)] | None = Field(
         None,
-        description="For benchmarks: accept draft tokens at random, so that a step generates this many tokens on "
-        "average. The output is meaningless.",
+        description="For benchmarks: accept drafts at random, this many tokens a step on average. "
+        "The output is meaningless.",
     )
     simulate_accept_rates: Annotated[list[Rate], Field(min_length=1, max_length=32)] | None = Field(
         None,
-        description="For benchmarks: the acceptance rate at each depth, given that the parent was accepted. The output "
-        "is meaningless.",
+        description="For benchmarks: acceptance rate at each depth, given that the parent was "
+        "accepted. The output is meaningless.",
     )
-    simulate_output_is_meaningless: bool = Field(
-        False, description="Confirms simulate_accept_length or simulate_accept_rates, which are refused without it."
-    )
+    simulate_output_is_meaningless: bool = Field(False, description="Required by the two options above.")
 
     @property
     def drafter_name(self) -> str | None:
@@ -411,21 +406,19 @@ class EngineConfig(Options):
     )
     dtype: Dtype = Field(
         "auto",
-        description="Data type of weights and activations; auto takes the checkpoint's, or bfloat16 for a float32 "
-        "checkpoint if the hardware supports it.",
+        description="Data type of weights and activations; auto takes the checkpoint's, or "
+        "bfloat16 for float32 if the hardware supports it.",
     )
     kv_cache_dtype: Literal["auto", "int8"] = Field(
         "auto",
-        description="Data type of the target's KV cache; auto takes dtype. int8 takes about half the memory of "
-        "bfloat16: each head's key and value is rounded with a scale of its own. It needs the CPU kernels. Outputs "
-        "stay reproducible for a seed, but differ from those of auto.",
+        description="Data type of the target's KV cache; auto takes dtype. int8 takes about half "
+        "the memory of bfloat16 and needs the CPU kernels.",
     )
     quantization: Literal["auto", "int8", "int4", "fp8"] | None = Field(
         None,
-        description="Quantization of weights (while loading) and activations: int8 or int4 on CPUs, fp8 on GPUs. auto "
-        "keeps the groups of a checkpoint in GGUF, AWQ, GPTQ or compressed-tensors on a CPU. null computes in dtype. "
-        "The most likely token is that of float32 at 98 % of positions with int8 and at 68 % with int4 (embedded "
-        "model, see the benchmarks page).",
+        description="Quantization of weights (while loading) and activations: int8 or int4 on "
+        "CPUs, fp8 on GPUs. auto keeps the groups of a checkpoint in GGUF, AWQ, GPTQ "
+        "or compressed-tensors on a CPU. null computes in dtype.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="Device of the target; auto takes a GPU if there is one."
@@ -433,28 +426,28 @@ class EngineConfig(Options):
     tp_size: int = Field(1, ge=1, le=64, description="Number of tensor-parallel ranks of the target.")
     attention_backend: Annotated[AttentionKernels, unsupported_options.ATTENTION_KERNELS] = Field(
         "auto",
-        description="Attention kernels. auto chooses the compiled ones on a CPU and Triton's on a GPU, and torch's "
-        "where neither is available. The others need a GPU: triton; flashinfer (the package flashinfer-python); fa, "
-        "vLLM's flash-attention (the package vllm), with Triton's for draft trees.",
+        description="Attention kernels. auto chooses the compiled ones on a CPU, Triton's on a "
+        "GPU, and torch's where neither is available. The others need a GPU: triton; "
+        "flashinfer; fa, vLLM's flash-attention, with Triton's for draft trees.",
     )
     moe_runner_backend: Annotated[ExpertKernels, unsupported_options.MOE_RUNNER_BACKEND] = Field(
         "auto",
-        description="Kernels for the experts of a mixture. triton computes all of them in one grouped product and "
-        "needs a GPU; torch computes one expert after the other; auto takes triton on a GPU unless the weights are "
-        "quantized to fp8 there.",
+        description="Kernels for the experts of a mixture: triton (GPU) in one grouped product, "
+        "torch one expert after the other; auto takes triton on a GPU unless the "
+        "weights are fp8 there.",
     )
     deterministic: bool = Field(
         False,
-        description="GPUs: matrix products whose sums do not depend on the batch, so that one seed gives one text in "
-        "bfloat16 and float16 too. The products take 1.4 to 4 times as long on an H100. The CPU kernels always compute "
-        "this way.",
+        description="GPUs: slower matrix products whose sums do not depend on the batch, so that "
+        "one seed gives one text in bfloat16 and float16 too. The CPU kernels always "
+        "compute this way.",
     )
     num_threads: int | None = Field(
         None,
         ge=1,
         le=1024,
-        description="Compute threads per rank on a CPU; null divides the cores among the ranks. A server leaves one "
-        "of three or more cores free.",
+        description="Compute threads per rank on a CPU; null divides the cores among the ranks. A "
+        "server leaves one of three or more cores free.",
     )
 
     context_length: int | None = Field(
@@ -498,8 +491,9 @@ class EngineConfig(Options):
         None,
         ge=2,
         le=1_000_000,
-        description="Maximum number of prompt tokens in a step in which other requests decode and wait for them; one "
-        "request gets at most half. Null takes 64 on a CPU and two chunks on a GPU.",
+        description="Maximum number of prompt tokens in a step in which other requests decode; "
+        "one request gets at most half. null takes 64 on a CPU and two chunks on a "
+        "GPU.",
     )
 
     enable_multi_layer_eagle: Annotated[bool, unsupported_options.ENABLE_MULTI_LAYER_EAGLE.check] = (
@@ -511,19 +505,19 @@ class EngineConfig(Options):
     trust_remote_code: bool = Field(False, description=unsupported_options.without_effect("trust_remote_code"))
     enable_torch_compile: bool = Field(
         False,
-        description="Compile the target's decoder layers with torch.compile when the server starts. Only for dense "
-        "models on one rank; it changes nothing where the CPU kernels run.",
+        description="Compile the target's decoder layers with torch.compile at start: dense "
+        "models on one rank. No effect where the CPU kernels run.",
     )
     torch_compile_max_bs: int | None = Field(
         None,
         ge=1,
         le=4096,
-        description="Largest batch of decode steps that run compiled; null takes 32. Each step size takes "
-        "seconds to compile, about 15 on a CPU.",
+        description="Largest batch of decode steps that run compiled; null takes 32. Each step "
+        "size takes seconds to compile.",
     )
     disable_cuda_graph: bool = Field(
         False,
-        description="Launch every kernel of a decode step instead of replaying CUDA graphs. No effect on CPUs.",
+        description="Launch kernels one by one instead of replaying CUDA graphs. No effect on CPUs.",
     )
     cuda_graph_max_bs: int | None = Field(
         None, ge=1, description="Largest batch of decode steps with CUDA graphs; null takes max_running_requests."

@@ -172,7 +172,7 @@ def _range(low: float | None, high: float | None) -> str:
 def _number(value: float | None) -> str:
     """A bound; those of machine integers as powers of two."""
     assert value is not None
-    return _POWERS.get(value, f"{value:,.12g}")
+    return _POWERS.get(int(value), f"{value:,.12g}")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ INTRODUCTION = f"""\
 
 These are the options of an application. They go under `args:` in a Serve configuration file such as
 `configs/eagle3.yaml`. Each option is also a flag of `specray serve`: replace dots and underscores by dashes, so
-`speculative.num_steps` becomes `--speculative-num-steps`. Flags override the file.
+`speculative.num_steps` becomes `--speculative-num-steps`. Flags override the file. `1..8` is a range with both ends.
 
 Unknown options, values of the wrong type and impossible combinations are refused when the configuration is loaded. The
 error names the value, the reason and what to change. `specray check FILE` reports them without starting anything.
@@ -37,7 +37,7 @@ GROUPS = {
     "autoscaling": "How the number of engines follows the load. See [Serving](serving.md#autoscaling).",
     "server": "The HTTP server, its keys, timeouts and replicas.",
 }
-BOUNDS = {"Ge": "≥", "Gt": ">", "Le": "≤", "Lt": "<"}
+SIGNS = {"Ge": "≥", "Gt": ">", "Le": "≤", "Lt": "<"}
 
 
 def reference() -> str:
@@ -60,9 +60,12 @@ def _table(group: str, options: Iterator[Flag]) -> str:
 
 
 def _values(flag: Flag) -> str:
+    """The choices and the bounds of an option; `1..8` is a range with both ends."""
     choices = [f"`{kind}`" for kind in flag.types if isinstance(kind, str)]
-    limits = [(BOUNDS.get(type(part).__name__), part) for part in _metadata(flag.field)]
-    return ", ".join(choices + [f"{sign} {_limit(part)}" for sign, part in limits if sign])
+    bounds = {type(part).__name__: _limit(part) for part in _metadata(flag.field) if type(part).__name__ in SIGNS}
+    if bounds.keys() == {"Ge", "Le"}:
+        return ", ".join([*choices, f"{bounds['Ge']}..{bounds['Le']}"])
+    return ", ".join([*choices, *(f"{sign} {bounds[kind]}" for kind, sign in SIGNS.items() if kind in bounds)])
 
 
 def _metadata(field: FieldInfo) -> Iterator[Any]:
