@@ -66,7 +66,8 @@ def pack_paths(sees: Tensor, kv_slots: Tensor) -> tuple[Tensor, Tensor]:
     return paths.flatten(0, 1), sees.sum(-1).flatten()
 
 
-# attend(layer, q [T, heads, dim], kv [T, 2, kv_heads, dim]) -> [T, heads * dim]; writes kv, then reads the pool
+# attend(layer, q [T, heads, dim], kv [T, 2, kv_heads, dim]) -> [T, heads * dim]; writes kv, then reads the pool. The
+# sizes are those of the layer's LayerAttention.
 Attend = Callable[[int, Tensor, Tensor], Tensor]
 
 

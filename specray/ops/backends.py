@@ -1,5 +1,6 @@
 """Selection of the attention kernels."""
 
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -13,18 +14,27 @@ from specray.ops.attention_torch import TorchAttention
 from specray.ops.cpu.attention import PagedAttention
 from specray.ops.cpu.library import kernels_on
 from specray.ops.gpu import check_triton, uses_triton
+from specray.ops.layer_attention import LayerAttention
 
 _HALF_TYPES = (torch.bfloat16, torch.float16)
 
 
 def make_backend(
-    name: str, pool: Tensor, num_heads: int, page_size: int | None = None, tree_mode: str = "decode"
+    name: str,
+    pool: Tensor,
+    num_heads: int,
+    page_size: int | None = None,
+    tree_mode: str = "decode",
+    layers: Sequence[LayerAttention] | None = None,
 ) -> AttentionBackend:
     """Kernels for `num_heads` query heads over `pool`; `name` is EngineConfig.attention_backend.
 
     `page_size`: a request's KV slots lie in whole blocks of this size; None: anywhere. `tree_mode` is
     SpeculativeConfig.attention_mode; a drafter's trees, which grow by one level at a time, are decoded.
+    `layers` says how each layer attends; None: all in the default way. ValueError if they do not fit the pool.
     """
+    if layers is not None:
+        return _of_layers(name, pool, num_heads, layers)
     own = kernels_on(pool.device) if name == "auto" else None
     assert pool.dtype is not torch.int8 or own is not None, name  # see check_int8_kv
     if name == "flashinfer":
@@ -38,6 +48,15 @@ def make_backend(
 
         return TritonAttention(pool, num_heads)
     return TorchAttention(pool, num_heads) if own is None else PagedAttention(own, pool, num_heads)
+
+
+def _of_layers(name: str, pool: Tensor, num_heads: int, layers: Sequence[LayerAttention]) -> AttentionBackend:
+    if name not in ("auto", "torch") or pool.device.type != "cpu" or pool.dtype is torch.int8:
+        raise ConfigError(
+            f"attention_backend={name} on {pool.device.type} with a KV pool of {pool.dtype} computes only layers that "
+            "attend in the default way; set it to torch, on a CPU"
+        )
+    return TorchAttention(pool, num_heads, layers)
 
 
 def check_int8_kv(name: str, device: torch.device) -> None:
