@@ -1,24 +1,22 @@
-"""`specray dashboard`: writes the files of dashboards/, or draws a running cluster's panels.
-
-Grafana's SDK and matplotlib are imported only when they are used.
-"""
+"""`specray dashboard`: writes the dashboard and the alert rules, or draws a running cluster's panels."""
 
 import argparse
+import shutil
 import time
 from pathlib import Path
 
 from specray.cli.arguments import positive
-from specray.dashboard.alerts import rules_yaml
-from specray.dashboard.grafana import dashboard_json
+from specray.dashboard.panels import DASHBOARD
 from specray.dashboard.png import save_png
 
-HELP = "Write the Grafana dashboard and the alert rules, or draw the main panels of a running cluster."
-DASHBOARD, ALERTS = "specray.json", "alerts.yaml"
+HELP = "Write the Grafana dashboard and the files for Prometheus, or draw the main panels of a running cluster."
+FILES = [DASHBOARD, DASHBOARD.with_name("alerts.yaml"), DASHBOARD.with_name("prometheus.yaml")]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--write", type=Path, metavar="FOLDER", help=f"write {DASHBOARD} and {ALERTS} there")
+    names = ", ".join(path.name for path in FILES)
+    what.add_argument("--write", type=Path, metavar="FOLDER", help=f"write {names} there")
     what.add_argument("--png", type=Path, metavar="FILE", help="draw the main panels from live data")
     add = parser.add_argument
     add(
@@ -38,17 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     if options.write:
-        write(options.write)
+        options.write.mkdir(parents=True, exist_ok=True)
+        for path in FILES:
+            print(f"wrote {shutil.copyfile(path, options.write / path.name)}")
         return 0
     now = time.time()
     save_png(options.png, options.prometheus, now - 60 * options.minutes, now)
     print(f"wrote {options.png}")
     return 0
-
-
-def write(folder: Path) -> None:
-    """Write the generated files, replacing older ones."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in ((DASHBOARD, dashboard_json()), (ALERTS, rules_yaml())):
-        (folder / name).write_text(text, encoding="utf-8")
-        print(f"wrote {folder / name}")

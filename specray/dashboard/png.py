@@ -4,13 +4,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specray.dashboard.panels import DRAFTER_INFO, ROWS, Panel
+from specray.dashboard.panels import DRAFTER_INFO, Panel, panels
 from specray.dashboard.query import Series, query_range
 from specray.errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+MAIN_ROWS = {"Speculation", "Steps", "Latency", "Load"}  # of the dashboard: what the picture shows
 WINDOW = "1m"  # Ray's metrics change every ten seconds
 NUM_POINTS = 200  # of a curve
 NUM_COLUMNS = 3
@@ -25,16 +26,16 @@ Curves = dict[str, Series]  # by name
 
 def save_png(path: Path, url: str, start: float, end: float) -> None:
     """Draw the main panels from `start` to `end`. ConfigError without matplotlib, Prometheus or data."""
-    panels = [panel for row in ROWS for panel in row.panels if panel.is_main]
-    curves = [_curves(panel, url, start, end) for panel in panels]
+    shown = [panel for panel in panels() if panel.row in MAIN_ROWS]
+    curves = [_curves(panel, url, start, end) for panel in shown]
     if not any(curves):
         raise ConfigError(
             f"the Prometheus at {url} has none of our metrics in this time; does it scrape Ray's nodes, as "
-            "dashboards/prometheus.yaml does, and was there a request?"
+            "prometheus.yaml of `specray dashboard --write` does, and was there a request?"
         )
     infos = query_range(url, f"group by (application) ({DRAFTER_INFO})", start, end, end - start)
     name = ", ".join(sorted({series.labels["application"] for series in infos if "application" in series.labels}))
-    _draw(path, name or url, list(zip(panels, curves, strict=True)), (start, end))
+    _draw(path, name or url, list(zip(shown, curves, strict=True)), (start, end))
 
 
 def _curves(panel: Panel, url: str, start: float, end: float) -> Curves:
@@ -73,7 +74,7 @@ def _draw_panel(axes: "Axes", panel: Panel, curves: Curves) -> None:
     if not curves:
         axes.text(0.5, 0.5, "no data", transform=axes.transAxes, ha="center")
         return
-    if panel.stacked:
+    if panel.is_stacked:
         _stack(axes, curves)
     else:
         for name, series in curves.items():

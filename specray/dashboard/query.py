@@ -37,7 +37,8 @@ def _get(url: str, path: str) -> Any:
         raise ConfigError(f"{url} rejects the query: {error.read().decode(errors='replace')}") from None
     except (URLError, ValueError) as error:
         raise ConfigError(
-            f"no Prometheus answers at {url} ({error}); start one with dashboards/prometheus.yaml, or name another"
+            f"no Prometheus answers at {url} ({error}); start one with the prometheus.yaml of "
+            "`specray dashboard --write`, or name another"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""The files in dashboards/ are up to date, their expressions are valid, and their metrics exist."""
+"""The dashboard and the alert rules fit their programs, their expressions are valid, and their metrics exist."""
 
 import json
 import re
@@ -14,15 +14,24 @@ import yaml
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from specray.dashboard import command
-from specray.dashboard.alerts import ALERTS, Alert
-from specray.dashboard.grafana import selecting
-from specray.dashboard.panels import PREFIX, RAY_METRICS, ROWS, Panel, Query
+from specray.dashboard.panels import DASHBOARD, Panel, Query, panels
+from specray.dashboard.png import MAIN_ROWS
 from specray.metrics import METRICS
 
-FOLDER = Path(__file__).parents[2] / "dashboards"
+FOLDER = DASHBOARD.parent
+DOCUMENT = json.loads(DASHBOARD.read_text())
+ALERTS = {rule["alert"]: rule for rule in yaml.safe_load((FOLDER / "alerts.yaml").read_text())["groups"][0]["rules"]}
 RAYS_EXPORTERS = "/tmp/ray/prom_metrics_service_discovery.json"
-PANELS = [panel for row in ROWS for panel in row.panels]
+PREFIX = "ray_"  # added by Ray to each name
+RAY_METRICS = {
+    "ray_node_cpu_utilization",
+    "ray_node_mem_total",
+    "ray_node_mem_used",
+    "ray_serve_deployment_replica_healthy",
+    "ray_serve_deployment_replica_starts_total",
+    "ray_serve_num_http_error_requests_total",
+}
+PANELS = panels()
 QUERIES = [query for panel in PANELS for query in panel.queries]
 HISTOGRAM_PARTS = ("_bucket", "_sum", "_count")
 OURS = {
@@ -58,41 +67,30 @@ def each_node(node: Any, do: Any) -> None:
             each_node(part, do)
 
 
-def test_the_files_are_up_to_date(tmp_path: Path) -> None:
-    command.write(tmp_path)
-    for path in tmp_path.iterdir():
-        assert path.read_text() == (FOLDER / path.name).read_text(), "run `specray dashboard --write dashboards`"
-
-
 def test_the_dashboard_has_only_panel_types_of_grafana() -> None:
-    document = json.loads((FOLDER / command.DASHBOARD).read_text())
-    encoded = JSONEncoder(sort_keys=True).encode(Dashboard.from_json(document))
-    assert json.loads(encoded) == document
+    encoded = JSONEncoder(sort_keys=True).encode(Dashboard.from_json(DOCUMENT))
+    assert json.loads(encoded) == DOCUMENT
 
 
 def test_panels_fill_the_grid_without_overlap() -> None:
-    document = json.loads((FOLDER / command.DASHBOARD).read_text())
-    panels = [inner for panel in document["panels"] for inner in (panel, *panel.get("panels", []))]
-    places = [panel["gridPos"] for panel in panels]
+    entries = [inner for entry in DOCUMENT["panels"] for inner in (entry, *entry.get("panels", []))]
+    places = [entry["gridPos"] for entry in entries]
     cells = [(x, y) for p in places for x in range(p["x"], p["x"] + p["w"]) for y in range(p["y"], p["y"] + p["h"])]
     assert len(set(cells)) == len(cells)
     assert max(x for x, _ in cells) < 24
-    assert len({panel["id"] for panel in panels}) == len(places) == len(PANELS) + len(ROWS)
+    assert len({entry["id"] for entry in entries}) == len(places)
 
 
 def test_the_first_rows_are_open_and_the_others_hold_their_panels() -> None:
-    document = json.loads((FOLDER / command.DASHBOARD).read_text())
-    rows = [panel for panel in document["panels"] if panel["type"] == "row"]
-    assert [row["collapsed"] for row in rows] == [not row.is_open for row in ROWS]
-    assert (
-        [row.title for row in ROWS if row.is_open] == [row["title"] for row in rows[:2]] == ["Overview", "Speculation"]
-    )
-    assert [len(row["panels"]) for row in rows] == [0 if row.is_open else len(row.panels) for row in ROWS]
+    rows = [entry for entry in DOCUMENT["panels"] if entry["type"] == "row"]
+    assert [row["title"] for row in rows if not row["collapsed"]] == ["Overview", "Speculation"]
+    assert [bool(row["panels"]) for row in rows] == [row["collapsed"] for row in rows]
+    assert {row["title"] for row in rows} >= MAIN_ROWS
 
 
 @pytest.mark.parametrize("query", QUERIES, ids=lambda query: query.legend)
 def test_every_series_of_ours_is_that_of_the_selected_engines(query: Query) -> None:
-    for selector in selectors(selecting(query.over("1m"))):
+    for selector in selectors(query.expression.replace("$__rate_interval", "1m")):
         chosen = {matcher.name: matcher.value for matcher in selector.matchers.matchers if "$" in matcher.value}
         both = {"application": "$application", "replica": "$replica"}
         is_ours = (selector.name or "").startswith(f"{PREFIX}specray_")
@@ -100,10 +98,9 @@ def test_every_series_of_ours_is_that_of_the_selected_engines(query: Query) -> N
 
 
 def test_variables_list_what_engines_have() -> None:
-    document = json.loads((FOLDER / command.DASHBOARD).read_text())
-    names = [variable["name"] for variable in document["templating"]["list"]]
+    names = [variable["name"] for variable in DOCUMENT["templating"]["list"]]
     assert names == ["datasource", "application", "replica"]
-    for variable in document["templating"]["list"][1:]:
+    for variable in DOCUMENT["templating"]["list"][1:]:
         assert (variable["multi"], variable["includeAll"], variable["allValue"]) == (True, True, ".*")
 
 
@@ -132,9 +129,9 @@ def test_labels_of_an_expression_exist(query: Query) -> None:
     assert {*matched, *named, *(label for group in grouped for label in group.split(", ") if label)} <= LABELS
 
 
-@pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert.name)
-def test_metrics_of_an_alert_exist(alert: Alert) -> None:
-    assert {selector.name for selector in selectors(alert.expression)} <= OURS | RAY_METRICS
+@pytest.mark.parametrize("name", ALERTS)
+def test_metrics_of_an_alert_exist(name: str) -> None:
+    assert {selector.name for selector in selectors(ALERTS[name]["expr"])} <= OURS | RAY_METRICS
 
 
 def test_every_metric_of_ray_is_used() -> None:
@@ -149,10 +146,10 @@ def test_promtool_accepts_the_configuration_and_the_rules(tmp_path: Path) -> Non
     exporters.write_text('[{"labels": {"job": "ray"}, "targets": ["127.0.0.1:8080"]}]')
     text = (FOLDER / "prometheus.yaml").read_text(encoding="utf-8")
     assert RAYS_EXPORTERS in text
-    (tmp_path / command.ALERTS).write_bytes((FOLDER / command.ALERTS).read_bytes())
+    (tmp_path / "alerts.yaml").write_bytes((FOLDER / "alerts.yaml").read_bytes())
     (tmp_path / "prometheus.yaml").write_text(text.replace(RAYS_EXPORTERS, str(exporters)))
     assert "SUCCESS" in promtool("check", "config", str(tmp_path / "prometheus.yaml"))
-    assert f"{len(ALERTS)} rules found" in promtool("check", "rules", command.ALERTS)
+    assert f"{len(ALERTS)} rules found" in promtool("check", "rules", "alerts.yaml")
 
 
 def series(name: str, values: str, labels: str = "") -> dict[str, str]:
@@ -217,7 +214,7 @@ CASES = [
 
 
 def test_every_alert_has_test_cases() -> None:
-    assert {(name, fires) for name, _, fires in CASES} == {(a.name, fires) for a in ALERTS for fires in (True, False)}
+    assert {(name, fires) for name, _, fires in CASES} == {(name, fires) for name in ALERTS for fires in (True, False)}
 
 
 @needs_promtool
@@ -276,7 +273,7 @@ def play(folder: Path, data: list[dict[str, str]], expression: str, expected: di
     question = {"expr": expression, "eval_time": "30m", "exp_samples": samples}
     test = {"interval": "1m", "input_series": data, "promql_expr_test": [question]}
     path = folder / "test.yaml"
-    path.write_text(yaml.safe_dump({"rule_files": [str(FOLDER / command.ALERTS)], "tests": [test]}))
+    path.write_text(yaml.safe_dump({"rule_files": [str(FOLDER / "alerts.yaml")], "tests": [test]}))
     assert "SUCCESS" in promtool("test", "rules", str(path))
 
 

@@ -39,7 +39,7 @@ PAGES = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
     for path in [
         *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
-        *(ROOT / name / "README.md" for name in ("specray", "cluster", "dashboards", "deploy")),
+        *(ROOT / name / "README.md" for name in ("specray", "specray/dashboard", "cluster", "deploy")),
         *sorted(DOCS.glob("*.md")),
     ]
 }

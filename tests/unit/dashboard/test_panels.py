@@ -1,23 +1,11 @@
-"""The text of the panels' expressions. tests/cluster/test_dashboard.py tests them on live data."""
+"""Queries of the panels. tests/cluster/test_dashboard.py tests them on live data."""
 
-from specray.dashboard.panels import WINDOW, Query, accept_length, rate
-
-
-def test_a_counter_is_summed_by_labels() -> None:
-    assert rate("specray_steps_total", "replica") == f"sum by (replica) (rate(ray_specray_steps_total[{WINDOW}]))"
+from specray.dashboard.panels import Query
 
 
-def test_the_drafter_is_joined_by_replica() -> None:
-    joined = rate("specray_steps_total", "drafter, replica", '{a="b"}', "1m")
-    assert joined == (
-        'sum by (drafter, replica) (rate(ray_specray_steps_total{a="b"}[1m])'
-        " * on (replica) group_left (drafter) (ray_specray_drafter_info == 1))"
-    )
-
-
-def test_a_query_has_a_window() -> None:
-    query = Query(accept_length("replica"), "{{replica}}")
-    assert query.over("5m") == accept_length("replica", window="5m")
+def test_a_query_over_a_window_has_no_variables_of_grafana() -> None:
+    query = Query('rate(a{application=~"$application", replica=~"$replica"}[$__rate_interval])', "{{replica}}")
+    assert query.over("5m") == 'rate(a{application=~".*", replica=~".*"}[5m])'
 
 
 def test_a_legend_has_its_labels_filled_in() -> None:
