@@ -130,13 +130,9 @@ bench: $(INSTALLED)  ## measure the README's figures on this machine: tens of mi
 bench-peers: $(INSTALLED)  ## measure beside vLLM, llama.cpp, OpenVINO and transformers, each in an environment of its own
 	$(BIN)/python -m benchmarks.peers $(if $(TORCH_ARGS),--torch-args="$(TORCH_ARGS)") $(PEERS_ARGS)
 
-# On a bare machine: the check needs torch and triton, the speed specray's requirements, and neither needs Ray.
+# It needs specray's requirements, but not Ray. Each part saves its figures in benchmarks/results, as `make bench` does.
 gpu-report:  ## check the kernels on this machine's GPU and measure decode steps, with PYTHON's packages: minutes
-	$(PYTHON) -m benchmarks.gpu check --json gpu-report.json
-	$(PYTHON) -m benchmarks.gpu kernels --json gpu-kernels.json
-	$(PYTHON) -m benchmarks.gpu speed --json gpu-speed.json
-	$(PYTHON) -m benchmarks.gpu overlap --json gpu-overlap.json
-	$(PYTHON) -m benchmarks.gpu placement --json gpu-placement.json
+	for part in check kernels speed overlap placement; do $(PYTHON) -m benchmarks.gpu $$part || exit; done
 
 heads: $(INSTALLED)  ## make the package's draft heads again: many hours on two cores; resumes
 	$(BIN)/specray train eagle3 $(HEADS_ANSWERS) $(HEADS_TRAINING) --draft-vocab-size 16384 --weights int8 --run $(HEADS_DIR)/eagle3

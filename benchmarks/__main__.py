@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks import budget, drafters, eagle, results, servers, step_size, structured
+from benchmarks import budget, drafters, eagle, results, servers, structured
 from benchmarks.figure import CONCURRENCY, FULL, QUICK, Effort, Figure, Section, mt_bench_prompts, prompts_of
 from specray.bench import machine
 from specray.bench.command import engine_config
@@ -139,7 +139,6 @@ SECTIONS = (
     *drafters.SECTIONS,
     Section(("int8",), int8),
     *servers.SECTIONS,
-    *step_size.SECTIONS,
     *structured.SECTIONS,
 )
 ROWS = [name for section in SECTIONS for name in section.names]

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from benchmarks.gpu.cases import EPS, Shape, Tokens
+from benchmarks.gpu.cases import EPS, SHAPES, TINY, Shape, Tokens
+from benchmarks.gpu.report import Cell, Report
 from specray.ops.gpu import kv, layers, sampling
 from specray.ops.gpu.attention import TritonAttend
 from specray.ops.gpu.few_rows import GpuMatrix
@@ -55,6 +56,27 @@ class Measurement(NamedTuple):
     seconds: float
     gigabytes_per_s: float
     teraflops: float
+
+
+def report(device: torch.device, is_tiny: bool) -> Report:
+    shape, sizes = (TINY, SMALL) if is_tiny else (SHAPES[0], FULL)
+    found = list(measure(shape, sizes, device))
+    return Report(HEADERS, table_rows(found), 1, f"{shape.name}, bfloat16", cells(found, sizes))
+
+
+def cells(found: list[Measurement], sizes: Sizes) -> list[Cell]:
+    """The device's limits, and what `deterministic: true` costs."""
+    by_name = {each.name: each for each in found}
+    copy, product = by_name["ceiling: copy"], by_name["ceiling: product"]
+    limits = [
+        Cell("Kernels", "copy, TB/s", "measured", copy.gigabytes_per_s / 1000),
+        Cell("Kernels", f"product of {sizes.square:,} squared, TFLOPS", "measured", product.teraflops, "{:,.0f}"),
+    ]
+    for rows in (1, sizes.chunk):
+        ratio = by_name[f"fixed order product, {rows} rows"].seconds / by_name[f"torch's product, {rows} rows"].seconds
+        what = f"deterministic products / torch's, time, {rows} row{'' if rows == 1 else 's'}"
+        limits.append(Cell("Kernels", what, "measured", ratio, "{:.1f}"))
+    return limits
 
 
 def measure(shape: Shape, sizes: Sizes, device: torch.device) -> Iterator[Measurement]:

@@ -6,6 +6,7 @@ at a simulated rate.
 """
 
 import queue
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import torch
 
 from benchmarks.gpu.random_model import LLAMA_8B, ModelSize, make_target, write_head
 from benchmarks.gpu.random_model import TINY as TINY_MODEL
+from benchmarks.gpu.report import Cell, Report, requests
 from benchmarks.gpu.speed import VARIANTS, Variant, config_of
 from specray.engine.engine import Engine
 from specray.engine.request import EngineRequest
@@ -45,12 +47,17 @@ TINY = Setting(TINY_MODEL, VARIANTS[:2], (2,), 5, 8)
 class Overlap(NamedTuple):
     """Medians of steps of one engine."""
 
-    variant: str
+    variant: Variant
     num_plans: int
     batch_size: int
     tokens_per_s: float
     step_ms: float
     rank_ms: float
+
+    @property
+    def ratio(self) -> float:
+        """The time of a step over the rank's part of it."""
+        return self.step_ms / self.rank_ms
 
 
 class ThreadedRank:
@@ -93,6 +100,24 @@ class ThreadedRank:
             self.seconds.append(time.perf_counter() - start)
 
 
+def report(device: torch.device, is_tiny: bool) -> Report:
+    with tempfile.TemporaryDirectory() as folder:
+        found = list(measure(Path(folder), TINY if is_tiny else FULL, device))
+    cells = [
+        Cell(
+            "Time of a step / the rank's time in it",
+            f"{each.variant.title}, {requests(each.batch_size)}",
+            "one plan" if each.num_plans == 1 else "two plans in flight",
+            each.ratio,
+            "{:.3f}",
+            GOAL if each.num_plans == 2 else None,
+            at_most=each.num_plans == 2,
+        )
+        for each in found
+    ]
+    return Report(HEADERS, table_rows(found), 1, "medians of steps", cells)
+
+
 def measure(folder: Path, setting: Setting, device: torch.device) -> Iterator[Overlap]:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     size, num_steps, prompt = setting.size, setting.num_steps, setting.prompt
@@ -133,7 +158,7 @@ def _measure(
     while engine.has_work:
         engine.step()
     rank_ms = 1e3 * median(rank.seconds)
-    return Overlap(variant.name, num_plans, batch_size, num_tokens / seconds, 1e3 * median(times), rank_ms)
+    return Overlap(variant, num_plans, batch_size, num_tokens / seconds, 1e3 * median(times), rank_ms)
 
 
 HEADERS = ["variant", "plans in flight", "requests", "tokens/s", "step, ms", "rank, ms", "step / rank", "goal"]
@@ -142,13 +167,13 @@ HEADERS = ["variant", "plans in flight", "requests", "tokens/s", "step, ms", "ra
 def table_rows(found: list[Overlap]) -> list[list[str]]:
     return [
         [
-            each.variant,
+            each.variant.name,
             str(each.num_plans),
             str(each.batch_size),
             f"{each.tokens_per_s:.0f}",
             f"{each.step_ms:.2f}",
             f"{each.rank_ms:.2f}",
-            f"{each.step_ms / each.rank_ms:.3f}",
+            f"{each.ratio:.3f}",
             f"<= {GOAL}" if each.num_plans == 2 else "",
         ]
         for each in found

@@ -8,6 +8,7 @@ Drafts are accepted at a simulated rate, so tokens a step below that rate show d
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +17,7 @@ import torch
 
 from benchmarks.gpu.random_model import LLAMA_8B, ModelSize, make_target, write_head
 from benchmarks.gpu.random_model import TINY as TINY_MODEL
+from benchmarks.gpu.report import Cell, Report, requests
 from benchmarks.gpu.speed import VARIANTS, Speed, Steps, Variant, config_of
 from specray.config import EngineConfig
 from specray.worker.remote_drafter.handshake import DraftEndpoint, DraftPlacement
@@ -44,6 +46,23 @@ class Placed(NamedTuple):
     step_ms: float | None
     tokens_per_step: float | None
     goal: float | None = None
+
+    @property
+    def title(self) -> str:
+        return f"{self.placement}, draft.cuda_ipc" if self.uses_cuda_ipc else self.placement
+
+
+def report(device: torch.device, is_tiny: bool) -> Report:
+    setting = TINY if is_tiny else FULL
+    with tempfile.TemporaryDirectory() as folder:
+        found = list(measure(Path(folder), setting, device))
+    table = f"Placement of the drafter, {setting.variant.title}, tokens a second"
+    cells = [
+        Cell(table, each.title, requests(each.batch_size), each.tokens_per_s, "{:,.0f}")
+        for each in found
+        if each.tokens_per_s is not None
+    ]
+    return Report(HEADERS, table_rows(found), 1, setting.variant.title, cells)
 
 
 def measure(folder: Path, setting: Setting, device: torch.device) -> Iterator[Placed]:
@@ -103,7 +122,7 @@ HEADERS = ["drafter", "requests", "tokens/s", "step, ms", "tokens a step", "goal
 def table_rows(found: list[Placed]) -> list[list[str]]:
     return [
         [
-            f"{each.placement}, CUDA IPC" if each.uses_cuda_ipc else each.placement,
+            each.title,
             str(each.batch_size),
             *(
                 "no second GPU" if value is None and place == 0 else "-" if value is None else f"{value:.{digits}f}"

@@ -1,19 +1,22 @@
 """`python -m benchmarks.gpu speed`: decode steps of random weights, with acceptance simulated, eager and in graphs.
 
-A step is that of one rank, without the engine around it, whose work is hidden behind the rank's (see
-`benchmarks.overlap`). It has two plans in flight, as from an engine in the same process: in plain decoding a step
-begins before the one before it is finished. The text is meaningless; the times are not.
+A step is that of one rank, without the engine around it, whose work is hidden behind the rank's (see `overlap`). It
+has two plans in flight, as from an engine in the same process: in plain decoding a step begins before the one before it
+is finished. The text is meaningless; the times are not.
 """
 
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from benchmarks.gpu.random_model import ModelSize, make_target, write_head
+from benchmarks.gpu.random_model import LLAMA_8B, ModelSize, make_target, write_head
+from benchmarks.gpu.random_model import TINY as TINY_MODEL
+from benchmarks.gpu.report import Cell, Report, requests
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.step import UNLIMITED, NewRequest, SamplingOptions, ScheduledRequest, StepPlan
 from specray.worker.startup import start_worker
@@ -35,6 +38,11 @@ class Variant(NamedTuple):
     goal: float | None  # tokens/s of one request, in graphs
     topk: int = 1  # children of a node
     nodes: int | None = None  # of a tree, the root included; None: a chain
+    reached: float | None = None  # tokens a step, where the simulated walk through a tree ends earlier
+
+    @property
+    def title(self) -> str:
+        return f"{self.name}, {self.reached or self.accept_length:.1f} tokens a step" if self.chain else self.name
 
     @property
     def num_nodes(self) -> int:
@@ -47,10 +55,13 @@ VARIANTS = [
     Variant("chain of 5", 5, 3.5, None),
     Variant("chain of 7", 7, 3.9, 600),
     Variant("chain of 7", 7, 5.4, 850),
-    Variant("tree of 16", 5, 3.9, None, topk=4, nodes=16),
+    Variant("tree of 16 (5-4-16)", 5, 3.9, None, topk=4, nodes=16, reached=3.0),
 ]
 TINY_VARIANTS = [VARIANTS[0], VARIANTS[1], Variant("tree of 6", 3, 2.9, None, topk=2, nodes=6)]
 BATCH_SIZES: tuple[int, ...] = (1, 8, 64)
+TABLE = (
+    "Decode steps of an 8B model with random weights, tokens a second (prompts of 128 tokens, accept length simulated)"
+)
 GOAL_OF_BATCHES = 1.6  # times plain decoding, in graphs, in the largest batch
 
 
@@ -65,6 +76,33 @@ class Speed(NamedTuple):
     tokens_per_step: float  # of a request
     launches: float | None  # calls of the host in a step; None: not counted on a CPU
     waits: float | None
+
+
+def report(device: torch.device, is_tiny: bool) -> Report:
+    size, variants, batch_sizes, steps, prompt = LLAMA_8B, VARIANTS, BATCH_SIZES, 100, 128
+    if is_tiny:
+        size, variants, batch_sizes, steps, prompt = TINY_MODEL, TINY_VARIANTS, (1, 2), 3, 8
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        for each in measure(Path(folder), size, device, variants, batch_sizes, steps, prompt):
+            found.append(each)
+            print(", ".join(table_rows([each])[0]), flush=True)  # minutes pass before the table
+    note = f"{size.name}, prompts of {prompt} tokens, {steps} steps; goals are for an H200"
+    return Report(HEADERS, table_rows(found), 1, note, cells(found))
+
+
+def cells(found: list[Speed]) -> list[Cell]:
+    """Speeds of steps in graphs, and of plain steps without them."""
+    shown = []
+    for speed in found:
+        if not speed.in_graphs and speed.variant.chain:
+            continue
+        row = speed.variant.title if speed.in_graphs else f"{speed.variant.title}, kernels launched one by one"
+        column, goal = requests(speed.batch_size), goal_of(speed, found)
+        shown.append(Cell(TABLE, row, column, speed.tokens_per_s, "{:,.0f}", goal))
+        if speed.batch_size == 1:
+            shown.append(Cell("Milliseconds a step of one request", row, "measured", speed.step_ms))
+    return shown
 
 
 def measure(
@@ -222,17 +260,19 @@ def table_rows(found: list[Speed]) -> list[list[str]]:
     ]
 
 
-def _goal(speed: Speed, found: list[Speed]) -> str:
+def goal_of(speed: Speed, found: list[Speed]) -> float | None:
+    """Tokens/s that this measurement should reach; None without a goal."""
     if not speed.in_graphs:
-        return ""
+        return None
     goal = speed.variant.goal if speed.batch_size == 1 else None
     if speed.batch_size == BATCH_SIZES[-1] and speed.variant.chain:
         plain = next(
             (each for each in found if each[1:3] == speed[1:3] and not each.variant.chain and each.in_graphs), None
         )
         goal = GOAL_OF_BATCHES * plain.tokens_per_s if plain else None
+    return goal
+
+
+def _goal(speed: Speed, found: list[Speed]) -> str:
+    goal = goal_of(speed, found)
     return "" if goal is None else f">= {goal:.0f}{'' if speed.tokens_per_s >= goal else ' (missed)'}"
-
-
-def to_json(speed: Speed) -> dict[str, Any]:
-    return speed._asdict() | {"variant": speed.variant._asdict()}

@@ -5,8 +5,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from benchmarks.gpu.__main__ import check
 from benchmarks.gpu.cases import SHAPES, Shape
+from benchmarks.gpu.checks import check
 from tests.support.needs_gpu import NEEDS_GPU
 
 pytestmark = NEEDS_GPU

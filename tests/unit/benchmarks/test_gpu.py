@@ -1,115 +1,130 @@
 """The report of a GPU, run on a CPU with small sizes."""
 
-import json
-import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
-from benchmarks.gpu.__main__ import main
+from benchmarks import results
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import checks, kernels, overlap, placement, speed
+from benchmarks.gpu.report import Report
 from specray.worker.remote_drafter import source
 from tests.support.graph_stand_in import recorded_graphs
 
+CPU = torch.device("cpu")
 
-def test_every_kernel_is_checked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    report = tmp_path / "report.json"
-    monkeypatch.setattr(sys, "argv", ["gpu", "check", "--device", "cpu", "--tiny", "--json", str(report)])
-    status = main()
-    shown = capsys.readouterr().out
-    checks = json.loads(report.read_text())["checks"]
-    assert len(checks) == 57, shown
+
+def shown(found: Report, headers: list[str]) -> list[list[str]]:
+    places = [found.headers.index(name) for name in headers]
+    return [[row[place] for place in places] for row in found.rows]
+
+
+def test_every_kernel_is_checked() -> None:
+    found = checks.report(CPU, is_tiny=True)
+    assert len(found.rows) == 57
     # BLAS, which the interpreter uses, rounds tiles of different heights differently.
-    failed = [row["check"] for row in checks if row["passed"] != "yes"]
-    assert set(failed) <= {"same bits: in a chunk of a prompt"}, shown
-    assert status == int(bool(failed))
+    failed = [name for name, passed in shown(found, ["check", "passed"]) if passed != "yes"]
+    assert set(failed) <= {"same bits: in a chunk of a prompt"}
+    assert found.num_failed == len(failed)
+    assert found.cells[0].value == 1 - len(failed) / 57
 
 
-def test_the_speed_of_decode_steps_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_speed_of_decode_steps_is_measured() -> None:
     """On the stand-in for graphs. The accept lengths are those that are simulated, as far as chains reach."""
-    report = tmp_path / "report.json"
-    monkeypatch.setattr(sys, "argv", ["gpu", "speed", "--device", "cpu", "--tiny", "--json", str(report)])
     with recorded_graphs() as graphs:
-        assert main() == 0
-    speeds = json.loads(report.read_text())["speeds"]
-    shown = capsys.readouterr().out
-    assert [(each["variant"]["name"], each["in_graphs"], each["batch_size"]) for each in speeds] == [
-        (name, in_graphs, size)
-        for name in ("plain", "chain of 3", "tree of 6")
-        for in_graphs in (False, True)
-        for size in (1, 2)
-    ], shown
-    assert all(
-        each["tokens_per_s"] > 0 and 1 <= each["tokens_per_step"] <= each["variant"]["chain"] + 1 for each in speeds
-    )
-    assert all(each["tokens_per_step"] > 2 for each in speeds if each["variant"]["chain"]), shown
-    assert shown.count(">= 230") == 2  # when it is measured, and in the table
+        found = speed.report(CPU, is_tiny=True)
+    assert shown(found, ["variant", "launched", "requests"]) == [
+        [name, launched, size]
+        for name in ("plain", "chain of 3, 2.9", "tree of 6, 2.9")
+        for launched in ("eager", "graphs")
+        for size in ("1", "2")
+    ]
+    chains = {"plain": 0, "chain of 3, 2.9": 3, "tree of 6, 2.9": 3}
+    for name, tokens_per_s, per_step in shown(found, ["variant", "tokens/s", "tokens a step"]):
+        assert float(tokens_per_s) > 0
+        assert (2 if chains[name] else 1) <= float(per_step) <= chains[name] + 1
+    assert [goal for (goal,) in shown(found, ["goal"]) if goal] == [">= 230 (missed)"]
     assert len(graphs) == 3
     assert all({kind for kind, *_ in each.replayed} >= {"forward", "verify"} for each in graphs)
+    rows = [(cell.row, cell.column) for cell in found.cells]
+    assert ("plain, kernels launched one by one", "1 request") in rows
+    assert ("chain of 3, 2.9 tokens a step", "2 requests") in rows
+    assert len(set(rows)) == len(rows) == 4 * 2 + 4
+    assert [cell.goal for cell in found.cells if cell.goal] == [230]
 
 
-def test_the_time_of_every_kernel_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_time_of_every_kernel_is_measured() -> None:
     """In the interpreter times mean nothing; each call works, and has a rate beside the ceilings'."""
-    report = tmp_path / "report.json"
-    monkeypatch.setattr(sys, "argv", ["gpu", "kernels", "--device", "cpu", "--tiny", "--json", str(report)])
-    assert main() == 0
-    measured = json.loads(report.read_text())["kernels"]
-    assert [each["name"] for each in measured[:2]] == ["ceiling: copy", "ceiling: product"]
-    names = " ".join(each["name"] for each in measured)
+    found = kernels.report(CPU, is_tiny=True)
+    names = [row[0] for row in found.rows]
+    assert names[:2] == ["ceiling: copy", "ceiling: product"]
     for kernel in ("fixed order", "attention", "norm", "gated", "rotary", "greedy", "sampled", "top-p", "compaction"):
-        assert kernel in names
-    assert all(each["seconds"] > 0 and each["gigabytes_per_s"] > 0 for each in measured)
-    assert len(capsys.readouterr().out.splitlines()) >= len(measured) + 2
-
-
-def test_steps_with_two_plans_in_flight_are_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    report = tmp_path / "report.json"
-    monkeypatch.setattr(sys, "argv", ["gpu", "overlap", "--device", "cpu", "--tiny", "--json", str(report)])
-    assert main() == 0
-    found = json.loads(report.read_text())["overlaps"]
-    assert [(each["variant"], each["num_plans"]) for each in found] == [
-        (name, plans) for name in ("plain", "chain of 3") for plans in (1, 2)
+        assert kernel in " ".join(names)
+    assert all(float(microseconds) > 0 for (microseconds,) in shown(found, ["us"]))
+    assert [cell.row for cell in found.cells] == [
+        "copy, TB/s",
+        "product of 32 squared, TFLOPS",
+        "deterministic products / torch's, time, 1 row",
+        "deterministic products / torch's, time, 20 rows",
     ]
-    assert all(each["tokens_per_s"] > 0 and each["rank_ms"] > 0 for each in found)
-    assert capsys.readouterr().out.count("<= 1.03") == 2
 
 
-def test_drafters_in_other_processes_are_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_steps_with_two_plans_in_flight_are_measured() -> None:
+    found = overlap.report(CPU, is_tiny=True)
+    assert shown(found, ["variant", "plans in flight"]) == [
+        [name, plans] for name in ("plain", "chain of 3") for plans in ("1", "2")
+    ]
+    assert [(cell.column, cell.goal) for cell in found.cells] == [("one plan", None), ("two plans in flight", 1.03)] * 2
+    assert all(cell.value > 0 for cell in found.cells)
+
+
+def test_drafters_in_other_processes_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """The separate one needs a second GPU."""
-    report = tmp_path / "report.json"
-    monkeypatch.setattr(sys, "argv", ["gpu", "placement", "--device", "cpu", "--tiny", "--json", str(report)])
     for wait in ("LEAST_WAIT_S", "FIRST_WAIT_S", "FROZEN_S"):
         monkeypatch.setattr(source, wait, 60.0)  # long enough for a busy machine
-    assert main() == 0
-    inline, colocated, separate = json.loads(report.read_text())["placements"]
-    assert [each["placement"] for each in (inline, colocated, separate)] == ["inline", "colocated", "separate"]
-    assert inline["tokens_per_step"] == colocated["tokens_per_step"] > 2
-    assert separate["tokens_per_s"] is None
-    assert "no second GPU" in capsys.readouterr().out
+    found = placement.report(CPU, is_tiny=True)
+    inline, colocated, separate = shown(found, ["drafter", "tokens/s", "tokens a step"])
+    assert [inline[0], colocated[0], separate[:2]] == ["inline", "colocated", ["separate", "no second GPU"]]
+    assert float(inline[2]) == float(colocated[2]) > 2
+    assert [(cell.row, cell.column) for cell in found.cells] == [
+        ("inline", "2 requests"),
+        ("colocated", "2 requests"),
+    ]
+
+
+def test_figures_are_saved_as_those_of_make_bench(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    found = checks.Report(["check"], [["a"]], 1, "", [checks.Cell("Checks", "a", "measured", 1.0, "{:.0%}", 1.0)])
+    monkeypatch.setattr(checks, "report", lambda *_: found)
+    assert gpu.main(["check", "--device", "cpu", "--machine", "A GPU", "--tiny"]) == 0
+    assert list(tmp_path.iterdir()) == []
+    assert gpu.main(["check", "--device", "cpu", "--machine", "A GPU"]) == 0
+    [file] = results.load()["A GPU"]
+    assert [(result.key, result.value, result.goal) for result in file.results] == [
+        (("Checks", "a", "measured"), 1.0, 1.0)
+    ]
+    assert "saved in" in capsys.readouterr().out
+
+
+def test_checks_that_fail_are_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "report", lambda *_: Report(["check"], [["a"]], 1, "", [], num_failed=1))
+    assert gpu.main(["check", "--device", "cpu", "--tiny"]) == 1
 
 
 def test_a_machine_without_a_gpu_gets_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["gpu", "check"])
-    assert main() == 2
+    assert gpu.main(["check"]) == 2
     assert "finds no GPU here" in capsys.readouterr().err
 
 
 def test_a_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr("sys.argv", ["benchmarks.gpu", "check", "--device", "cpu", "--tiny"])
-    assert main() == 2
+    assert gpu.main(["check", "--device", "cpu", "--tiny"]) == 2
     assert "TRITON_INTERPRET=1" in capsys.readouterr().err
