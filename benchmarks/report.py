@@ -8,6 +8,7 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from datetime import date
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +18,8 @@ from specray.tables import format_table
 
 PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
 BLOCK = re.compile(r"(<!-- results: ([a-z-]+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
+PEERS_SPEED = "Tokens a second, beside peers"
+DERIVED = {"Milliseconds a step of one request"}  # follow from the tokens a second and the tokens a step
 README_MACHINE = "AMD EPYC (Zen 5), 2 cores"
 
 
@@ -79,14 +82,46 @@ def readme_table(files: Mapping[str, Sequence[ResultFile]]) -> str:
 
 
 def machine_sections(files: Mapping[str, Sequence[ResultFile]]) -> str:
-    """A section a machine, with a table for each of its kinds of figures."""
-    sections = []
-    for machine in sorted(files):
-        latest = _latest(files[machine])
-        titles = sorted(dict.fromkeys(result.table for result in latest), key=lambda title: title != FIGURES)
-        tables = [_table(title, [result for result in latest if result.table == title]) for title in titles]
-        sections.append("\n\n".join([f"## {machine}", _caption(files[machine], latest), *tables]))
+    """The machines, and a table for each kind of figures, with all machines that have such figures."""
+    latest = {machine: _latest(files[machine]) for machine in sorted(files)}
+    tables: dict[str, dict[str, list[Result]]] = {}
+    for machine, results in latest.items():
+        for result in results:
+            tables.setdefault(result.table, {}).setdefault(machine, []).append(result)
+    captions = [f"- {_caption(files[machine], results)}" for machine, results in latest.items()]
+    sections = ["## Machines and figures", "\n".join(captions)]
+    for title, by_machine in tables.items():
+        if title == PEERS_SPEED:  # absolute speeds do not compare; the ratios have a table with all machines
+            last = max(by_machine, key=lambda machine: _last_day(files[machine], title))
+            by_machine = {last: by_machine[last]}
+        if title not in DERIVED:
+            sections.append(_table_of_machines(title, by_machine))
     return "\n\n".join(sections)
+
+
+def _last_day(files: Sequence[ResultFile], title: str) -> date:
+    return max(file.day for file in files if any(result.table == title for result in file.results))
+
+
+def _table_of_machines(title: str, machines: Mapping[str, Sequence[Result]]) -> str:
+    """A table with the machines as columns or in front of the rows, whichever has fewer rows."""
+    if len(machines) == 1:
+        [(machine, results)] = machines.items()
+        return _table(f"{title}: {_short(machine)}", results)
+    several = len({result.column for results in machines.values() for result in results}) > 1
+    flat, long = [], []
+    for machine, results in machines.items():
+        for result in results:
+            row = f"{result.row}, {result.column}" if several else result.row
+            flat.append(result.model_copy(update={"row": row, "column": _short(machine)}))
+            long.append(result.model_copy(update={"row": f"{_short(machine)}: {result.row}"}))
+    return _table(title, min(flat, long, key=lambda results: len({result.row for result in results})))
+
+
+def _short(machine: str) -> str:
+    """`Zen 4` of `AMD EPYC (Zen 4), 2 cores`, `H100` of `NVIDIA H100`."""
+    found = re.search(r"\((.*?)\)", machine)
+    return found[1] if found else machine.rpartition(" ")[2]
 
 
 BLOCKS: dict[str, Callable[[Mapping[str, Sequence[ResultFile]]], str]] = {

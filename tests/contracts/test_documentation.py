@@ -272,6 +272,22 @@ def test_python_examples_pass_valid_arguments(name: str) -> None:
         assert not getattr(made, "ignored_fields", [])
 
 
+def glossary_owners() -> list[tuple[str, str]]:
+    """(word, owner) of each row of the glossary: a class or a path."""
+    rows = [line.strip("| ").split(" | ") for line in PAGES["docs/glossary.md"].splitlines() if line.startswith("| ")]
+    return [(row[0], owner) for row in rows for owner in backticked(row[-1])]
+
+
+def test_the_glossary_names_classes_and_files_that_exist() -> None:
+    sources = [
+        path.read_text(encoding="utf-8") for name in ("specray", "cluster") for path in (ROOT / name).rglob("*.py")
+    ]
+    classes = set(re.findall(r"^class (\w+)", "\n".join(sources), re.MULTILINE))
+    owners = glossary_owners()
+    assert len({word for word, _ in owners}) >= 40
+    assert [each for each in owners if each[1] not in classes and not (ROOT / each[1]).exists()] == []
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_named_options_exist(page: str) -> None:
     """Dotted names such as `speculative.num_steps` are options of the configuration."""
