@@ -19,7 +19,11 @@ from specray.tables import format_table
 PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
 BLOCK = re.compile(r"(<!-- results: ([a-z-]+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
 PEERS_SPEED = "Tokens a second, beside peers"
-DERIVED = {"Milliseconds a step of one request"}  # follow from the tokens a second and the tokens a step
+NOT_SHOWN = {  # the first follows from tokens a second and a step; the others are for those who change kernels
+    "Milliseconds a step of one request",
+    "Attention of one layer, bfloat16, in microseconds",
+    "Checks",
+}
 README_MACHINE = "AMD EPYC (Zen 5), 2 cores"
 
 
@@ -94,7 +98,7 @@ def machine_sections(files: Mapping[str, Sequence[ResultFile]]) -> str:
         if title == PEERS_SPEED:  # absolute speeds do not compare; the ratios have a table with all machines
             last = max(by_machine, key=lambda machine: _last_day(files[machine], title))
             by_machine = {last: by_machine[last]}
-        if title not in DERIVED:
+        if title not in NOT_SHOWN:
             sections.append(_table_of_machines(title, by_machine))
     return "\n\n".join(sections)
 

@@ -22,7 +22,8 @@ INTRODUCTION = f"""\
 
 These are the options of an application. They go under `args:` in a Serve configuration file such as
 `configs/eagle3.yaml`. Each option is also a flag of `specray serve`: replace dots and underscores by dashes, so
-`speculative.num_steps` becomes `--speculative-num-steps`. Flags override the file. `1..8` is a range with both ends.
+`speculative.num_steps` becomes `--speculative-num-steps`. Flags override the file. The first value
+is the default; `1..8` is a range with both ends.
 
 Unknown options, values of the wrong type and impossible combinations are refused when the configuration is loaded. The
 error names the value, the reason and what to change. `specray check FILE` reports them without starting anything.
@@ -41,31 +42,31 @@ SIGNS = {"Ge": "≥", "Gt": ">", "Le": "≤", "Lt": "<"}
 
 
 def reference() -> str:
-    """The page in Markdown: a table for each group of options, the engine's own first."""
+    """The page in Markdown: a list for each group of options, the engine's own first."""
     options = sorted(flags(AppConfig), key=lambda flag: list(GROUPS).index(_group(flag)))
-    return "\n".join([INTRODUCTION, *(_table(group, members) for group, members in groupby(options, _group))])
+    return "\n".join([INTRODUCTION, *(_list(group, members) for group, members in groupby(options, _group))])
 
 
 def _group(flag: Flag) -> str:
     return ".".join(flag.path[:-1])
 
 
-def _table(group: str, options: Iterator[Flag]) -> str:
+def _list(group: str, options: Iterator[Flag]) -> str:
     title = f"`{group}`" if group else "Engine options"
-    lines = [f"## {title}", "", GROUPS[group], "", "| option | default | values | meaning |", "|---|---|---|---|"]
-    lines += [
-        f"| `{flag.dotted}` | `{flag.default}` | {_values(flag)} | {flag.field.description} |" for flag in options
-    ]
+    lines = [f"## {title}", "", GROUPS[group], ""]
+    lines += [f"- `{flag.dotted}` ({_values(flag)}): {flag.field.description}" for flag in options]
     return "\n".join([*lines, ""])
 
 
 def _values(flag: Flag) -> str:
-    """The choices and the bounds of an option; `1..8` is a range with both ends."""
-    choices = [f"`{kind}`" for kind in flag.types if isinstance(kind, str)]
+    """The default, the other choices, and the bounds; `1..8` is a range with both ends."""
+    choices = dict.fromkeys([flag.default, *(kind for kind in flag.types if isinstance(kind, str))])
+    named = ", ".join(f"`{choice}`" for choice in choices)
     bounds = {type(part).__name__: _limit(part) for part in _metadata(flag.field) if type(part).__name__ in SIGNS}
     if bounds.keys() == {"Ge", "Le"}:
-        return ", ".join([*choices, f"{bounds['Ge']}..{bounds['Le']}"])
-    return ", ".join([*choices, *(f"{sign} {bounds[kind]}" for kind, sign in SIGNS.items() if kind in bounds)])
+        return f"{named}; {bounds['Ge']}..{bounds['Le']}"
+    limits = ", ".join(f"{sign} {bounds[kind]}" for kind, sign in SIGNS.items() if kind in bounds)
+    return f"{named}; {limits}" if limits else named
 
 
 def _metadata(field: FieldInfo) -> Iterator[Any]:

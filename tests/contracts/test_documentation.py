@@ -273,9 +273,9 @@ def test_python_examples_pass_valid_arguments(name: str) -> None:
 
 
 def glossary_owners() -> list[tuple[str, str]]:
-    """(word, owner) of each row of the glossary: a class or a path."""
-    rows = [line.strip("| ").split(" | ") for line in PAGES["docs/glossary.md"].splitlines() if line.startswith("| ")]
-    return [(row[0], owner) for row in rows for owner in backticked(row[-1])]
+    """(word, owner) of each line of the glossary: a class or a path."""
+    lines = re.findall(r"^- \*\*(.+)\*\*: .*\((.*)\)$", PAGES["docs/glossary.md"], re.MULTILINE)
+    return [(word, owner) for word, owners in lines for owner in backticked(owners)]
 
 
 def test_the_glossary_names_classes_and_files_that_exist() -> None:
