@@ -11,9 +11,7 @@ that they do not delay a step. A request that reaches the end of the draft model
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,10 +30,10 @@ from specray.models.target_matrices import TargetMatrices
 from specray.models.target_model import TargetModel
 from specray.models.tokenizer import load_tokenizer
 from specray.models.weights import WeightReader
-from specray.ops.attention import Attend, AttentionBatch, PaddedAttention, PaddedBatch, make_pool
+from specray.ops.attention import Attend, make_pool
 from specray.ops.backends import make_backend
 from specray.ops.cpu.trees import TreeNetwork
-from specray.ops.ragged_index import RaggedIndex
+from specray.spec_decode.draft_rows import DraftKV, DraftRows, Reads, ScheduledRows
 from specray.spec_decode.draft_setup import (
     attention_without_graphs,
     draft_dtype,
@@ -43,14 +41,12 @@ from specray.spec_decode.draft_setup import (
     scratch_slots,
 )
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.drafter import PaddedCommit, TargetFiles, TargetView
+from specray.spec_decode.drafter import TargetFiles, TargetView
 from specray.spec_decode.fr_spec import configured_token_map
-from specray.spec_decode.fused_growth import FusedTreeGrower
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
-from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.tree_config import configured_shape
 from specray.spec_decode.tree_edits import replace_trees
-from specray.spec_decode.tree_growth import PaddedPrefix, TreePrefix
+from specray.spec_decode.tree_growth import TreeGrower
 from specray.spec_decode.tree_shape import TreeShape
 
 CATCH_UP_TOKENS = 512  # most tokens to compute in a step beyond those it added
@@ -74,15 +70,14 @@ class StandaloneDrafter:
         self._device = target.device
         self._last_end = model.context_length - shape.num_steps  # a tree at a later position would exceed the context
         scratch = scratch_slots(target, 1 + shape.topk * (shape.num_steps - 1))
-        self._root_slots = scratch[:, 0]  # the target may not have reserved a KV slot for the root yet
-        self._padding_slot = target.num_slots + scratch.numel()  # where padding writes
-        self._num_steps = shape.num_steps
-        pool = model.make_pool(self._padding_slot + 1)
-        self._attention = make_backend(target.attention_backend, pool, model.num_heads)
-        self.reason_without_graphs = attention_without_graphs(self._attention) or model.reason_without_graphs
-        self._grower = FusedTreeGrower(
-            model, shape, self._attention, scratch[:, 1:], model.context_length - 1, target.device
-        )
+        # The target may not have reserved a KV slot for the root yet.
+        roots, nodes = scratch[:, :1], scratch[:, 1:]
+        padding_slot = target.num_slots + scratch.numel()
+        attention = make_backend(target.attention_backend, model.make_pool(padding_slot + 1), model.num_heads)
+        last_position = model.context_length - 1
+        self._kv = DraftKV(attention, shape, last_position, padding_slot, nodes, extra=roots, reads_next_token=False)
+        self.reason_without_graphs = attention_without_graphs(attention) or model.reason_without_graphs
+        self._grower = TreeGrower(model, self._kv, target.device)
         self._hashes = PrefixHashes(target.context_length)
         self._made_from = np.zeros(target.num_slots, dtype=np.uint64)  # hash by KV slot
 
@@ -90,47 +85,32 @@ class StandaloneDrafter:
     def propose(self, context: ProposeContext) -> DraftTree:
         if context.requests and context.replay is not None and self._has_read_before(context):
             tree = context.replay()
-            for request in context.requests:
-                self._record(context, request, request.start, request.end)
+            self._record(context, context.requests)
             return tree
-        parts = self._parts(context)
+        ready, unfinished = self._parts(context)
         roots = DraftTree.roots(context.roots()) if context.requests else DraftTree.from_lists([], self._device)
-        if not parts:
+        if not (parts := ready + unfinished):
             return roots
-        output, prefix = self._read(context, parts)
-        if not prefix.requests:
+        columns = context.columns(parts, "slot", "start", "end").unbind()
+        stops = [part.end for part in parts]
+        kv_slots = context.table.ops.kv_slots(columns[0], None, max(stops))
+        tree = self.draft(ScheduledRows(context, ready, [Reads(parts, columns, kv_slots, stops)]))
+        self._record(context, parts)
+        if not ready:
             return roots
-        tree = self._grower.grow(replace(context, requests=prefix.requests), prefix, output)
-        ready = {request.slot for request in prefix.requests}
-        places = [place for place, request in enumerate(context.requests) if request.slot in ready]
+        slots = {part.slot for part in ready}
+        places = [place for place, request in enumerate(context.requests) if request.slot in slots]
         return replace_trees(roots, torch.tensor(places, device=self._device), tree)
 
     @torch.inference_mode()
-    def propose_padded(self, table: RequestTable, commit: PaddedCommit, is_sampled: bool) -> DraftTree:
-        """See PaddedDrafter. For requests of which all but the committed tokens were read. Ignores draft limits."""
-        slots, count = commit.slots, commit.num_kept
-        ends = (table.num_tokens.index_select(0, slots).long() - 1).clamp(min=0)
-        width = min(commit.nodes.shape[1], self._num_steps + 1) + 1  # a path, and the root of the next tree
-        depth, starts = torch.arange(width, device=ends.device), ends - count
-        is_root, is_read = depth == count[:, None], depth <= count[:, None]
-        positions = (starts[:, None] + depth).where(is_read, 0)
-        rows = slots.repeat_interleave(width)
-        root_slots = self._root_slots[: len(slots), None]
-        kv_slots = torch.where(is_root, root_slots, table.kv_slots_at(rows, positions.flatten()).view_as(positions))
-        batch = PaddedBatch(
-            starts.repeat_interleave(width),
-            rows,
-            table.kv_slots,
-            kv_slots.where(is_read, 0).repeat_interleave(width, 0),
-            (depth + 1).repeat(len(slots)),
-            kv_slots.where(is_read, self._padding_slot).flatten(),
-        )
-        assert isinstance(self._attention, PaddedAttention)
-        attend = self._attention.plan_padded(batch)
-        output = self._model.read(table.tokens_at(rows, positions.flatten()), positions.flatten(), attend)
-        last = torch.arange(len(slots), device=ends.device) * width + count
-        prefix = PaddedPrefix(slots, ends, table.tokens_at(slots, ends), ends + 1, before=root_slots)
-        return self._grower.grow_padded(table, prefix, output.index_select(0, last), is_sampled)
+    def draft(self, rows: DraftRows) -> DraftTree:
+        """See DeviceDrafter: the tokens that were not read yet and the roots, then trees below these."""
+        read = rows.read(self._kv, num_extra=1)
+        assert read is not None
+        output = self._model.read(read.token_ids, read.positions, read.attend)
+        if not rows.count:
+            return DraftTree.from_lists([], output.device)
+        return self._grower.grow(rows, output.index_select(0, read.last[:, -1]), rows.ends + 1)
 
     def release(self, slots: Sequence[int]) -> None:
         self._hashes.forget(slots)
@@ -142,24 +122,30 @@ class StandaloneDrafter:
             for request in context.requests
         )
 
-    def _record(self, context: ProposeContext, request: DraftRequest, start: int, stop: int) -> None:
-        """These positions of a request have KV of the draft model now."""
-        kv_slots = context.table.host_kv_slots[request.slot, start:stop]
-        self._made_from[kv_slots] = self._hashes.of(context, request)[start:stop]
+    def _record(self, context: ProposeContext, parts: Sequence[DraftRequest]) -> None:
+        """These positions of requests have KV of the draft model now."""
+        for part in parts:
+            kv_slots = context.table.host_kv_slots[part.slot, part.start : part.end]
+            self._made_from[kv_slots] = self._hashes.of(context, part)[part.start :]
 
-    def _parts(self, context: ProposeContext) -> list["Part"]:
-        """What to compute in this step. A request gets a tree if it allows one and no KV is missing."""
+    def _parts(self, context: ProposeContext) -> tuple[list[DraftRequest], list[DraftRequest]]:
+        """What to compute in this step: of requests that get a tree, in the context's order, and of others.
+
+        A request gets a tree if it allows one and no KV is missing.
+        """
         rows = [request for request in context.requests + context.unfinished if self._fits(context, request)]
         with_tree = {request.slot for request in context.requests}
         starts = [self._num_read(context, request) for request in rows]
         num_added = sum(request.end - request.start for request in rows)
         sizes = [request.end - start for request, start in zip(rows, starts, strict=True)]
         counts = split_budget(sizes, num_added + CATCH_UP_TOKENS)
-        parts = [
-            Part(request, start, start + count, has_root=start + count == request.end and request.slot in with_tree)
-            for request, start, count in zip(rows, starts, counts, strict=True)
-        ]
-        return [part for part in parts if part.has_root or part.stop > part.start]
+        ready, unfinished = [], []
+        for request, start, count in zip(rows, starts, counts, strict=True):
+            if start + count == request.end and request.slot in with_tree:
+                ready.append(request._replace(start=start))
+            elif count:
+                unfinished.append(request._replace(start=start, end=start + count))
+        return ready, unfinished
 
     def _fits(self, context: ProposeContext, request: DraftRequest) -> bool:
         """Whether a tree fits in the draft model's context, after the prompt if that is not complete."""
@@ -171,48 +157,6 @@ class StandaloneDrafter:
         kv_slots = context.table.host_kv_slots[request.slot, : request.end]
         unread = self._made_from[kv_slots] != self._hashes.of(context, request)
         return int(unread.argmax()) if unread.any() else request.end
-
-    def _read(self, context: ProposeContext, parts: list["Part"]) -> tuple[Tensor, TreePrefix]:
-        """Compute the parts and the roots behind them; (the model's output at the roots, the prefix of their trees)."""
-        table, requests = context.table, [part.request for part in parts]
-        with_root = [place for place, part in enumerate(parts) if part.has_root]
-        [slots] = context.columns(requests, "slot")
-        columns = np.array([(part.start, part.stop, part.has_root) for part in parts], dtype=np.int64).T
-        places = columns[2].cumsum() - 1
-        starts, stops, has_root, places = torch.from_numpy(np.vstack((columns, places))).to(self._device)
-        kv_lens = [part.stop + part.has_root for part in parts]
-        lengths = [part.stop + part.has_root - part.start for part in parts]
-        index = RaggedIndex.of(stops + has_root - starts, sum(lengths))
-        rows, positions = slots.index_select(0, index.rows), starts.index_select(0, index.rows) + index.offsets
-        # A root's KV goes to a scratch slot behind the part.
-        kv_slots = table.ops.kv_slots(slots, None, max(part.stop for part in parts) + 1)
-        root_slots = self._root_slots.index_select(0, places.clamp(min=0))
-        at_stop = kv_slots.gather(1, stops[:, None])
-        kv_slots.scatter_(1, stops[:, None], torch.where(has_root.bool(), root_slots, at_stop[:, 0])[:, None])
-        written = kv_slots[index.rows, positions]
-        batch = AttentionBatch(lengths, kv_lens, kv_slots, written, tree_sizes=[(0, 0)] * len(parts))
-        output = self._model.read(table.tokens_at(rows, positions), positions, self._attention.plan(batch))
-        for part in parts:
-            self._record(context, part.request, part.start, part.stop)
-        roots = torch.tensor(with_root, dtype=torch.int64, device=self._device)
-        last = (stops + has_root - starts).cumsum(0) - 1
-        visible = (kv_slots.index_select(0, roots), [kv_lens[place] for place in with_root])
-        prefix = TreePrefix(
-            [requests[place] for place in with_root],
-            slots.index_select(0, roots),
-            stops.index_select(0, roots) + 1,
-            [visible],
-        )
-        return output.index_select(0, last.index_select(0, roots)), prefix
-
-
-class Part(NamedTuple):
-    """Positions `start` … `stop - 1` of a request, to compute in this step; with `has_root` also the token at `end`."""
-
-    request: DraftRequest
-    start: int
-    stop: int
-    has_root: bool
 
 
 def split_budget(sizes: Sequence[int], budget: int) -> list[int]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from specray.models.target_model import ModelShape, TargetModel
+from specray.spec_decode.draft_rows import DraftRows
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 from specray.spec_decode.request_table import RequestTable
@@ -77,35 +78,26 @@ class Drafter(Protocol):
         """Forget the requests of these slots."""
 
 
-class PaddedCommit(NamedTuple):
-    """What a step of R trees of N nodes committed, on the device. Rows past the requests are padding."""
-
-    slots: Tensor  # int64 [R], of the request table; an empty request for padding
-    num_kept: Tensor  # int64 [R], accepted nodes, the root included; 0 for padding
-    nodes: Tensor  # int64 [R, N], accepted nodes by depth; undefined past `num_kept`, but nodes
-    aux_hidden_states: Tensor  # [R * N, len(aux_hidden_state_layers) * hidden], of all nodes
-
-
 @runtime_checkable
-class PaddedDrafter(Protocol):
-    """A Drafter that can also draft in a CUDA graph."""
+class DeviceDrafter(Protocol):
+    """A Drafter that computes its trees on the device without the host, so that a CUDA graph can record it.
 
-    reason_without_graphs: str | None  # why it cannot after all, in this configuration; None if it can
+    `propose` chooses what is read, and takes the trees of `ProposeContext.replay` if that is what a step committed.
+    """
 
-    def propose_padded(self, table: RequestTable, commit: PaddedCommit, is_sampled: bool) -> DraftTree:
-        """`propose` for R rows without the host; `is_sampled`: not all requests are greedy.
+    reason_without_graphs: str | None  # why no graph can record it after all, in this configuration; None: one can
 
-        Trees may exceed draft limits: the caller truncates them.
-        """
+    def draft(self, rows: DraftRows) -> DraftTree:
+        """The trees of `rows`, which may exceed draft limits: the caller truncates them."""
 
 
-def padded_drafter(drafter: Drafter) -> PaddedDrafter | str:
+def device_drafter(drafter: Drafter) -> DeviceDrafter | str:
     """This drafter, or the one that it hands its contexts to as `drafter`, for CUDA graphs; or why it has none."""
     innermost: Drafter | None = drafter
-    while innermost is not None and not isinstance(innermost, PaddedDrafter):
+    while innermost is not None and not isinstance(innermost, DeviceDrafter):
         drafter, innermost = innermost, getattr(innermost, "drafter", None)
     if innermost is None:
-        reason: str = getattr(drafter, "reason_without_graphs", "the drafter has no propose_padded (see PaddedDrafter)")
+        reason: str = getattr(drafter, "reason_without_graphs", "the drafter has no `draft` (see DeviceDrafter)")
         return reason
     return innermost.reason_without_graphs or innermost
 

@@ -10,22 +10,19 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from specray.config import SpeculativeConfig
 from specray.models.eagle import EagleHead
 from specray.models.eagle_loading import load_eagle_head
-from specray.ops.attention import AttentionBatch, PaddedAttention
-from specray.spec_decode.draft_setup import attention_without_graphs, head_attention, scratch_slots, target_matrices
+from specray.spec_decode.draft_rows import DraftRows, Reads, ScheduledRows
+from specray.spec_decode.draft_setup import attention_without_graphs, head_kv, target_matrices
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.drafter import PaddedCommit, TargetView
+from specray.spec_decode.drafter import TargetView
 from specray.spec_decode.fr_spec import configured_token_map
-from specray.spec_decode.fused_growth import FusedTreeGrower
-from specray.spec_decode.padded_input import extend_input
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.tree_config import configured_shape
-from specray.spec_decode.tree_growth import PaddedPrefix, TreePrefix
+from specray.spec_decode.tree_growth import TreeGrower
 from specray.spec_decode.tree_shape import TreeShape
 from specray.spec_decode.written_slots import WrittenSlots
 
@@ -48,15 +45,11 @@ class EagleDrafter:
         self.max_draft_tokens = shape.num_draft_tokens - 1
         self.aux_hidden_state_layers = head.aux_hidden_state_layers
         self._head = head
-        self._shape = shape
-        scratch = scratch_slots(target, shape.topk * (shape.num_steps - 1))
-        self._padding_slot = target.num_slots + scratch.numel()  # where padding writes
-        self._attention = head_attention(head, self._padding_slot + 1, target)
-        self.reason_without_graphs = attention_without_graphs(self._attention) or head.reason_without_graphs
-        self._run_head = head.step_forward(self._attention)
+        self._kv = head_kv(head, shape, target, head.window)
+        self.reason_without_graphs = attention_without_graphs(self._kv.attention) or head.reason_without_graphs
+        self._run_head = head.step_forward(self._kv.attention)
         self._extends_in_kernels = head.network is not None and self._run_head == head.network.extend
-        last_position = target.context_length - 1
-        self._grower = FusedTreeGrower(head, shape, self._attention, scratch, last_position, target.device, head.window)
+        self._grower = TreeGrower(head, self._kv, target.device)
         self._fused = self._grower.fused
         self._written = WrittenSlots(target.num_slots)
         self._inference = torch.inference_mode()
@@ -66,18 +59,20 @@ class EagleDrafter:
             return self._propose(context)
 
     @torch.inference_mode()
-    def propose_padded(self, table: RequestTable, commit: PaddedCommit, is_sampled: bool) -> DraftTree:
-        """See PaddedDrafter. For requests of which this drafter has written all KV. Ignores draft limits."""
-        width = min(commit.nodes.shape[1], self._shape.num_steps + 1)  # the longest path of a tree
-        window = self._head.window
-        read = extend_input(table, commit.slots, commit.num_kept, commit.nodes, width, self._padding_slot, window)
-        assert isinstance(self._attention, PaddedAttention)
-        states = self._head.fuse(commit.aux_hidden_states.index_select(0, read.nodes))
-        attend = self._attention.plan_padded(read.attention)
-        output = self._head(read.token_ids, states, read.positions, attend).index_select(0, read.last)
-        # A child of the root counts as `end`: see `propose`.
-        prefix = PaddedPrefix(commit.slots, read.ends, read.roots, read.ends)
-        return self._grower.grow_padded(table, prefix, output, is_sampled)
+    def draft(self, rows: DraftRows) -> DraftTree:
+        """See DeviceDrafter: draft extend, then trees on the head's outputs at the last committed tokens."""
+        read = rows.read(self._kv)
+        assert read is not None
+        states = self._head.fuse(rows.aux_hidden_states())
+        if self._extends_in_kernels and self._head.network is not None:
+            inputs = (read.token_ids, states, read.positions, read.attend)
+            output = self._head.network.extend(*inputs, read.read_lens)
+        else:
+            output = self._run_head(read.token_ids, states, read.positions, read.attend)
+        if not rows.count:
+            return DraftTree.from_lists([], output.device)
+        # The pair of token i + 1 and hidden state i has position i: a child of the root, at `end` + 1, counts as `end`.
+        return self._grower.grow(rows, output.index_select(0, read.last[:, 0]), rows.ends)
 
     def forget_kv(self, table: RequestTable, requests: Sequence[DraftRequest]) -> None:
         self._written.update(table, requests, [request.end for request in requests])
@@ -96,36 +91,9 @@ class EagleDrafter:
             tree = self._fused.extend_and_grow(context, self._head.fuse)
             if tree is not None:
                 return tree
-        slots, _, ends = context.bounds
-        visible = self._written.visible(context.table, slots, requests)
-        output = self._extend(context, requests, visible)
-        count = len(context.requests)
-        if not count:
-            return DraftTree.from_lists([], context.table.device)
-        # The pair of token i + 1 and hidden state i has position i: a child of the root, at `end` + 1, counts as `end`.
-        kv_slots, kv_lens = visible
-        prefix = TreePrefix(context.requests, slots[:count], ends[:count], [(kv_slots[:count], kv_lens[:count])])
-        return self._grower.grow(context, prefix, output[:count])
-
-    def _extend(
-        self, context: ProposeContext, requests: list[DraftRequest], visible: tuple[Tensor, list[int]]
-    ) -> Tensor:
-        """Draft extend; returns the head's output [requests, H] at their last positions, undefined if unfinished."""
-        table, (kv_slots, kv_lens) = context.table, visible
-        slots, starts, ends = context.bounds
-        lengths = [request.end - request.start for request in requests]
-        token_ids, positions, slot_mapping, last = table.ops.extend_input(slots, starts, ends, sum(lengths))
-        sizes = [(0, 0)] * len(requests)
-        batch = AttentionBatch(lengths, kv_lens, kv_slots, slot_mapping, sizes, window=self._head.window)
-        assert context.aux_hidden_states is not None
-        states = self._head.fuse(context.aux_hidden_states)
-        attend, network = self._attention.plan(batch), self._head.network
-        if self._extends_in_kernels and network is not None:
-            read_lens = [1] * len(context.requests) + [0] * len(context.unfinished)
-            output = network.extend(token_ids, states, positions, attend, read_lens)
-        else:
-            output = self._run_head(token_ids, states, positions, attend)
-        return output.index_select(0, last)
+        visible = self._written.visible(context.table, context.bounds[0], requests)
+        reads = Reads(requests, context.bounds, *visible)
+        return self.draft(ScheduledRows(context, context.requests, [reads]))
 
 
 def _make(config: SpeculativeConfig, target: TargetView, version: Literal[2, 3]) -> EagleDrafter:

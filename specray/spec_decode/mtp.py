@@ -19,19 +19,17 @@ from specray.errors import ConfigError
 from specray.models.eagle_loading import check_head_files
 from specray.models.files import resolve_draft
 from specray.models.mtp import MtpHead, MtpStack, check_mtp_files, holds_mtp_layers, load_mtp_layers
-from specray.ops.attention import AttentionBatch, PaddedAttention, make_zeros
-from specray.ops.ragged_index import RaggedIndex
-from specray.spec_decode.draft_setup import attention_without_graphs, head_attention, scratch_slots, target_matrices
+from specray.ops.attention import make_zeros
+from specray.spec_decode.draft_rows import DraftRows, Reads, ScheduledRows
+from specray.spec_decode.draft_setup import attention_without_graphs, head_kv, target_matrices
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.drafter import Drafter, PaddedCommit, TargetFiles, TargetView
+from specray.spec_decode.drafter import Drafter, TargetFiles, TargetView
 from specray.spec_decode.eagle import EagleDrafter, make_eagle2
 from specray.spec_decode.fr_spec import configured_token_map
-from specray.spec_decode.fused_growth import FusedTreeGrower
-from specray.spec_decode.padded_input import extend_input
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.tree_config import configured_shape
-from specray.spec_decode.tree_growth import PaddedPrefix, TreePrefix, without_first
+from specray.spec_decode.tree_growth import TreeGrower
 from specray.spec_decode.tree_shape import TreeShape
 from specray.spec_decode.written_slots import WrittenSlots
 
@@ -91,16 +89,13 @@ class StackDrafter:
         self.max_draft_tokens = shape.num_draft_tokens - 1
         self.aux_hidden_state_layers = stack.aux_hidden_state_layers
         self._stack = stack
-        scratch = scratch_slots(target, shape.topk * (shape.num_steps - 1))
         count = stack.num_layers
+        self._kv = head_kv(stack, shape, target, window=None, num_layers=count)
+        self.reason_without_graphs = attention_without_graphs(self._kv.attention) or stack.reason_without_graphs
+        self._grower = TreeGrower(stack, self._kv, target.device)
         self._written = [WrittenSlots(target.num_slots) for _ in range(count)]
-        # The last row of both pools takes what padding writes.
-        self._num_slots, self._num_steps = target.num_slots, shape.num_steps
+        # By the target's KV slots; the last row takes what padding writes.
         self._outputs = make_zeros((count, target.num_slots + 1, stack.hidden_size), stack.dtype, target.device)
-        self._padding_slot = target.num_slots + scratch.numel()
-        self._attention = head_attention(stack, self._padding_slot + 1, target)
-        self.reason_without_graphs = attention_without_graphs(self._attention) or stack.reason_without_graphs
-        self._grower = FusedTreeGrower(stack, shape, self._attention, scratch, target.context_length - 1, target.device)
 
     @torch.inference_mode()
     def propose(self, context: ProposeContext) -> DraftTree:
@@ -111,35 +106,30 @@ class StackDrafter:
             return DraftTree.from_lists([], context.table.device)
         if context.replay is not None and self._continues(context):
             return context.replay()
-        self._extend(context, requests)
-        if not context.requests:
-            return DraftTree.from_lists([], context.table.device)
-        slots, ends = context.columns(context.requests, "slot", "end")
-        visible = [written.visible(context.table, slots, context.requests) for written in self._written]
-        prefix = TreePrefix(context.requests, slots, ends, visible)
-        return self._grower.grow(context, prefix, self._last_outputs(context, slots, ends))
+        reads = self._reads(context, requests)
+        slots, _, ends = (column[: len(context.requests)] for column in context.bounds)
+        prefixes = []
+        if context.requests:
+            prefixes = [written.visible(context.table, slots, context.requests) for written in self._written]
+            self._clear_unknown(context, slots, ends)
+        return self.draft(ScheduledRows(context, context.requests, reads, prefixes))
 
     @torch.inference_mode()
-    def propose_padded(self, table: RequestTable, commit: PaddedCommit, is_sampled: bool) -> DraftTree:
-        """See PaddedDrafter. For requests whose positions every layer has read as far as it can. Ignores draft limits.
-
-        Layer k has no input at the first k positions, so it never has KV there.
-        """
-        slots, width = commit.slots, min(commit.nodes.shape[1], self._num_steps + 1)
-        read = extend_input(table, slots, commit.num_kept, commit.nodes, width, self._padding_slot)
-        rows, written = read.attention.rows, read.attention.slot_mapping.clamp(max=self._num_slots)
-        before = table.kv_slots_at(rows, (read.positions - 1).clamp(min=0))
-        states = self._stack.fuse(commit.aux_hidden_states.index_select(0, read.nodes))
-        assert isinstance(self._attention, PaddedAttention)
+    def draft(self, rows: DraftRows) -> DraftTree:
+        """See DeviceDrafter: draft extend in every layer, then trees on all layers' outputs at the last positions."""
         for layer in range(self._stack.num_layers):
+            if (read := rows.read(self._kv, layer)) is None:
+                continue
             if layer:
-                states = self._outputs[layer - 1].index_select(0, before)
-            attend = self._attention.plan_padded(without_first(read.attention, layer))
-            output = self._stack.read(layer, read.token_ids, states, read.positions, attend)
-            self._outputs[layer].index_copy_(0, written, output)
-        last = self._outputs.index_select(1, table.kv_slots_at(slots, (read.ends - 1).clamp(min=0)))
-        prefix = PaddedPrefix(slots, read.ends, read.roots, read.ends, skipped=range(self._stack.num_layers))
-        return self._grower.grow_padded(table, prefix, last.transpose(0, 1), is_sampled)
+                states = self._outputs[layer - 1].index_select(0, read.before())
+            else:
+                states = self._stack.fuse(rows.aux_hidden_states())
+            output = self._stack.read(layer, read.token_ids, states, read.positions, read.attend)
+            self._outputs[layer].index_copy_(0, read.written.clamp(max=self._outputs.shape[1] - 1), output)
+        if not rows.count:
+            return DraftTree.from_lists([], self._outputs.device)
+        last = self._outputs.index_select(1, rows.kv_slots_at((rows.ends - 1).clamp(min=0)))
+        return self._grower.grow(rows, last.transpose(0, 1), rows.ends)
 
     def forget_kv(self, table: RequestTable, requests: Sequence[DraftRequest]) -> None:
         for written in self._written:
@@ -151,7 +141,7 @@ class StackDrafter:
     def _continues(self, context: ProposeContext) -> bool:
         """Record that all layers read the step's tokens; whether they then have read all that they can.
 
-        If they have not, `_extend` records what each layer reads.
+        If they have not, `_reads` records what each layer reads.
         """
         starts = [request.start for request in context.requests]
         for written in self._written:
@@ -160,18 +150,19 @@ class StackDrafter:
             written.are_all(context.table, context.requests, first) for first, written in enumerate(self._written)
         )
 
-    def _extend(self, context: ProposeContext, requests: list[DraftRequest]) -> None:
-        """Draft extend in every layer."""
-        assert context.aux_hidden_states is not None
-        starts, states = [request.start for request in requests], self._stack.fuse(context.aux_hidden_states)
-        for layer in range(self._stack.num_layers):
+    def _reads(self, context: ProposeContext, requests: list[DraftRequest]) -> list[Reads]:
+        """What each layer reads, which is recorded."""
+        starts, reads = [request.start for request in requests], []
+        for layer, written in enumerate(self._written):
             if layer:
                 starts = self._starts(context, requests, layer, starts)
-            self._written[layer].update(context.table, requests, starts)
-            spans = [place for place, request in enumerate(requests) if starts[place] < request.end]
-            if spans:
-                rows = [requests[place]._replace(start=starts[place]) for place in spans]
-                self._read(context, layer, rows, None if layer else states)
+            written.update(context.table, requests, starts)
+            pairs = zip(requests, starts, strict=True)
+            read = [request._replace(start=start) for request, start in pairs if start < request.end]
+            columns = context.columns(read, "slot", "start", "end").unbind() if layer else context.bounds
+            visible = written.visible(context.table, columns[0], read) if read else (columns[0], [])
+            reads.append(Reads(read, columns, *visible))
+        return reads
 
     def _starts(
         self, context: ProposeContext, requests: list[DraftRequest], layer: int, starts: list[int]
@@ -181,29 +172,14 @@ class StackDrafter:
         rows = zip(requests, starts, has_input.tolist(), strict=True)
         return [min(start if start > 0 and known else start + 1, request.end) for request, start, known in rows]
 
-    def _read(self, context: ProposeContext, layer: int, requests: list[DraftRequest], states: Tensor | None) -> None:
-        """One layer over positions `start` … `end - 1`; `states` None: the outputs of the layer before."""
-        table = context.table
-        slots, starts, ends = context.columns(requests, "slot", "start", "end")
-        lengths = [request.end - request.start for request in requests]
-        index = RaggedIndex.of(ends - starts, sum(lengths))
-        rows, positions = slots.index_select(0, index.rows), starts.index_select(0, index.rows) + index.offsets
-        written = table.kv_slots_at(rows, positions)
-        if states is None:
-            states = self._outputs[layer - 1].index_select(0, table.kv_slots_at(rows, positions - 1))
-        kv_slots, kv_lens = self._written[layer].visible(table, slots, requests)
-        batch = AttentionBatch(lengths, kv_lens, kv_slots, written, tree_sizes=[(0, 0)] * len(requests))
-        attend = self._attention.plan(batch)
-        output = self._stack.read(layer, table.tokens_at(rows, positions + 1), states, positions, attend)
-        self._outputs[layer].index_copy_(0, written, output)
-
-    def _last_outputs(self, context: ProposeContext, slots: Tensor, ends: Tensor) -> Tensor:
-        """[B, layers, H] at the last computed tokens; zeros where a prompt is too short for a layer."""
-        kv_slots = context.table.kv_slots_at(slots, ends - 1)
-        outputs = self._outputs.index_select(1, kv_slots).transpose(0, 1)
+    def _clear_unknown(self, context: ProposeContext, slots: Tensor, ends: Tensor) -> None:
+        """Zero the outputs at the last computed tokens of prompts that are too short for a layer."""
         last = [request.end - 1 for request in context.requests]
-        known = np.stack([written.has(context.table, context.requests, last) for written in self._written], 1)
-        return outputs.masked_fill(~torch.from_numpy(known).to(outputs.device)[:, :, None], 0.0)
+        unknown = ~np.stack([written.has(context.table, context.requests, last) for written in self._written])
+        if unknown.any():
+            layers, rows = (torch.from_numpy(part).to(slots.device) for part in unknown.nonzero())
+            kv_slots = context.table.kv_slots_at(slots, ends - 1)
+            self._outputs[layers, kv_slots.index_select(0, rows)] = 0.0
 
 
 def _require_head(config: SpeculativeConfig, target_folder: Path) -> None:

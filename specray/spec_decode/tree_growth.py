@@ -2,32 +2,23 @@
 
 For sampled requests the noise that the target will sample with is added to every node's logits, which raises
 acceptance and cannot change the output. The KV of nodes lies in scratch slots behind the KV slots of the target's pool
-and is discarded. `eagle_tree` selects the nodes.
+and is discarded (`DraftKV`). `eagle_tree` selects the nodes.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specray.ops.attention import (
-    Attend,
-    AttentionBackend,
-    AttentionBatch,
-    PaddedAttention,
-    PaddedBatch,
-    pack_paths,
-)
+from specray.ops.attention import Attend
 from specray.ops.cpu.trees import TreeNetwork
 from specray.ops.gpu import uses_triton
 from specray.ops.largest_logits import top_probs
+from specray.spec_decode.draft_rows import AttendLevel, DraftKV, DraftRows
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.eagle_tree import CandidatePool
-from specray.spec_decode.propose_context import DraftRequest
-from specray.spec_decode.request_table import RequestTable
+from specray.spec_decode.fused_growth import FusedDrafts
 from specray.spec_decode.tree_config import check_width
 from specray.spec_decode.tree_noise import TreeNoise
 from specray.spec_decode.tree_shape import TreeShape
@@ -53,101 +44,32 @@ class TreeModel(Protocol):
         """int64: the target's ids of draft ids of any shape."""
 
 
-class TreePrefix(NamedTuple):
-    """The prefixes of the trees of B requests."""
-
-    requests: list[DraftRequest]  # their last known tokens, at `end`, are the roots
-    slots: Tensor  # int64 [B], of the request table
-    positions: Tensor  # int64 [B], of the roots' children as the model counts
-    # What every node attends to beside its ancestors, for each layer or once for all layers: (KV slots int64 [B, n],
-    # how many of them each request has)
-    visible: list[tuple[Tensor, list[int]]]
-
-
-class PaddedPrefix(NamedTuple):
-    """The prefixes of R trees in a CUDA graph. Nodes attend to all positions before the roots."""
-
-    slots: Tensor  # int64 [R], of the request table
-    ends: Tensor  # int64 [R], positions of the roots
-    roots: Tensor  # int64 [R], the last known tokens
-    positions: Tensor  # int64 [R], of the roots' children as the model counts
-    before: Tensor | None = None  # int64 [R, n], KV slots to attend to between the prefix and the nodes
-    skipped: Sequence[int] = (0,)  # how many first positions have no KV, for each layer or once for all layers
-
-
-def without_first(batch: PaddedBatch, count: int) -> PaddedBatch:
-    """The batch without the first `count` positions of its prefixes."""
-    if not count:
-        return batch
-    return replace(batch, kv_slots=batch.kv_slots[:, count:], prefix_lens=(batch.prefix_lens - count).clamp(min=0))
-
-
 class TreeGrower:
-    """Grows trees of one shape, level by level; FusedTreeGrower does so in one call of the CPU kernels where it can.
+    """Grows trees below the last known tokens: in one call of the CPU kernels where it can, else level by level."""
 
-    `scratch` int64 [rows, at least topk * (num_steps - 1)] are KV slots for the nodes. `window` is
-    that of the model's attention (see AttentionBatch).
-    """
-
-    def __init__(
-        self,
-        model: TreeModel,
-        shape: TreeShape,
-        attention: AttentionBackend,
-        scratch: Tensor,
-        last_position: int,
-        device: torch.device,
-        window: int | None = None,
-    ) -> None:
-        check_width(shape, model.vocab_size)
+    def __init__(self, model: TreeModel, kv: DraftKV, device: torch.device) -> None:
+        check_width(kv.shape, model.vocab_size)
         self._model = model
-        self._shape = shape
-        self._attention = attention
-        self._scratch = scratch
-        self._last_position = last_position
+        self._kv = kv
+        self._shape, self._last_position = kv.shape, kv.last_position
         self._device = device
-        self._window = window
-        self._steps = torch.arange(shape.num_steps, device=device)
-        self._row_numbers = torch.arange(len(scratch), device=device)
+        assert kv.nodes is not None
+        self.fused = FusedDrafts(model.network, kv, kv.nodes)
+        self._steps = torch.arange(kv.shape.num_steps, device=device)
+        self._row_numbers = torch.arange(len(kv.nodes), device=device)
         self._ones = torch.ones_like(self._row_numbers)
-        self._all_ancestors = torch.ones(1, 1, shape.num_steps, dtype=torch.bool, device=device)  # in a chain
-        # Of each level but the first, so that growing in a CUDA graph need not make them.
-        count, topk = shape.num_steps - 1, shape.topk
-        self._written = [scratch[:, level * topk : (level + 1) * topk].contiguous() for level in range(count)]
-        self._depths = [torch.full((len(scratch),), level + 1, device=device) for level in range(count)]
+        self._all_ancestors = torch.ones(1, 1, kv.shape.num_steps, dtype=torch.bool, device=device)  # in a chain
 
-    def grow_levels(
-        self, roots: Tensor, prefix: TreePrefix, output: Tensor, shape: TreeShape, noise: TreeNoise | None
-    ) -> DraftTree:
-        """Trees of `shape` below `roots` int64 [B]; `output` [B, H] predicts the roots' children."""
-        keys = [self._with_scratch(kv_slots, kv_lens) for kv_slots, kv_lens in prefix.visible]
+    def grow(self, rows: DraftRows, output: Tensor, positions: Tensor) -> DraftTree:
+        """Trees of the requests; `output` [B, H] predicts the roots' children.
 
-        def attend_at(level: int, sees: Tensor) -> Attend:
-            return self._plan_level(prefix, keys, sees, level, shape.topk)
-
-        return self._grow(roots, prefix.positions, output, shape, noise, attend_at)
-
-    def grow_padded(self, table: RequestTable, prefix: PaddedPrefix, output: Tensor, is_sampled: bool) -> DraftTree:
-        """Grow trees for R requests with any draft limits, in a CUDA graph."""
-        assert isinstance(self._attention, PaddedAttention)
-        plan, shape = self._attention.plan_padded, self._shape
-        slots, ends, count, topk = prefix.slots, prefix.ends, len(prefix.slots), shape.topk
-        scratch = self._scratch[:count]
-        prefix_lens, rows = (part.repeat_interleave(topk) for part in (ends, slots)) if topk > 1 else (ends, slots)
-
-        def attend_at(level: int, sees: Tensor) -> Attend:
-            written, own = self._written[level - 1][:count].flatten(), scratch[:, : level * topk]
-            lengths = self._depths[level - 1][:count]
-            if prefix.before is not None:
-                number = prefix.before.shape[1]
-                own, lengths = torch.cat((prefix.before, own), 1), lengths + number
-                sees = F.pad(sees, (number, 0), value=True) if topk > 1 else sees
-            paths = pack_paths(sees, own) if topk > 1 else (own, lengths)
-            batch = PaddedBatch(prefix_lens, rows, table.kv_slots, *paths, written, self._window)
-            return by_layer([plan(without_first(batch, skipped)) for skipped in prefix.skipped])
-
-        noise = TreeNoise.padded(table, slots, ends, shape.num_steps) if is_sampled else None
-        return self._grow(prefix.roots, prefix.positions, output, shape, noise, attend_at)
+        `positions` int64 [B] are those of the children, as the model counts.
+        """
+        if (tree := self.fused.grow(rows, output, positions)) is not None:
+            return tree
+        shape = rows.limited(self._shape)
+        attend_at, noise = rows.levels(self._kv, shape), rows.noise(shape.num_steps)
+        return self._grow(rows.roots, positions, output, shape, noise, attend_at)
 
     def _grow(
         self,
@@ -156,12 +78,9 @@ class TreeGrower:
         output: Tensor,
         shape: TreeShape,
         noise: TreeNoise | None,
-        attend_at: Callable[[int, Tensor], Attend],
+        attend_at: AttendLevel,
     ) -> DraftTree:
-        """Trees below `roots` int64 [B], whose children have `positions`.
-
-        `attend_at` is the attention of a level's nodes, of which `sees` bool [B, topk, level * topk] are the ancestors.
-        """
+        """Trees of `shape` below `roots` int64 [B], whose children have `positions`."""
         if shape.topk == 1 and not shape.returns_draft_probs:
             return self._grow_chain(roots, positions, output, shape, noise, attend_at)
         topk, num_steps, num_rows = shape.topk, shape.num_steps, len(roots)
@@ -196,7 +115,7 @@ class TreeGrower:
         output: Tensor,
         shape: TreeShape,
         noise: TreeNoise | None,
-        attend_at: Callable[[int, Tensor], Attend],
+        attend_at: AttendLevel,
     ) -> DraftTree:
         """Grow trees of one branch: the most likely token at each level, without scores."""
         sees = self._all_ancestors.expand(len(roots), 1, -1)
@@ -227,33 +146,6 @@ class TreeGrower:
             logits = noise.added(logits[:, None], level, self._model.draft_token_ids)[:, 0]
         logit, token = logits.max(-1)
         return self._model.target_ids(token), logit.isfinite()
-
-    def _with_scratch(self, kv_slots: Tensor, kv_lens: list[int]) -> Tensor:
-        """KV slots [B, n]: the visible ones, followed by all scratch slots of the request."""
-        scratch = self._scratch[: len(kv_lens)]
-        ends = torch.tensor(kv_lens, device=self._device)[:, None]
-        places = ends + torch.arange(scratch.shape[1], device=self._device)
-        return F.pad(kv_slots, (0, scratch.shape[1])).scatter_(1, places, scratch)
-
-    def _plan_level(self, prefix: TreePrefix, keys: list[Tensor], sees: Tensor, level: int, topk: int) -> Attend:
-        """The attention of one level's nodes, grouped by request; `keys` are `_with_scratch`."""
-        num_rows = len(prefix.requests)
-        written = self._scratch[:num_rows, (level - 1) * topk : level * topk].flatten()
-        plans = [
-            self._attention.plan(
-                AttentionBatch(
-                    query_lens=[topk] * num_rows,
-                    kv_lens=[length + level * topk for length in kv_lens],
-                    kv_slots=kv_slots,
-                    slot_mapping=written,
-                    tree_sizes=[(topk, level * topk)] * num_rows,
-                    tree_mask=sees,
-                    window=self._window,
-                )
-            )
-            for kv_slots, (_, kv_lens) in zip(keys, prefix.visible, strict=True)
-        ]
-        return by_layer(plans)
 
     def _candidates(
         self, logits: Tensor, noise: TreeNoise | None, level: int, level_probs: list[Tensor], topk: int
@@ -287,8 +179,3 @@ def with_draft_probs(tree: DraftTree, level_probs: list[Tensor]) -> DraftTree:
     if not level_probs:
         return tree
     return tree._replace(draft_probs=F.pad(torch.stack(level_probs, 1), (0, 0, 0, 1)))
-
-
-def by_layer(plans: Sequence[Attend]) -> Attend:
-    """One Attend for all layers: layer i uses plan i; a single plan is used by all layers."""
-    return plans[0] if len(plans) == 1 else lambda layer, q, kv: plans[layer](layer, q, kv)

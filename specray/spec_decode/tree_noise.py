@@ -1,6 +1,5 @@
 """The target's sampling noise at the nodes of growing trees, so that drafts of sampled requests are accepted more."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,7 +9,6 @@ from torch import Tensor
 from specray.ops.gpu import uses_triton
 from specray.ops.noise import gumbel, noise_keys
 from specray.ops.sampling_state import GREEDY_BELOW
-from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 from specray.spec_decode.request_table import RequestTable
 
 
@@ -26,24 +24,11 @@ class TreeNoise:
 
     @classmethod
     def of(
-        cls,
-        context: ProposeContext,
-        requests: Sequence[DraftRequest],
-        is_sampled: list[bool],
-        slots: Tensor,
-        num_levels: int,
+        cls, table: RequestTable, slots: Tensor, ends: Tensor, num_levels: int, is_sampled: list[bool] | None = None
     ) -> "TreeNoise":
-        """The noise of `requests` in table slots `slots` int64 [B], of which those of `is_sampled` are not greedy."""
-        table = context.table
-        [ends] = context.columns(requests, "end")
+        """The noise of the requests in table slots `slots` int64 [B], of which some are not greedy."""
         temperature, seeds = table.temperature.index_select(0, slots), table.seeds.index_select(0, slots)
         return cls(is_sampled, temperature, seeds, ends, num_levels)
-
-    @classmethod
-    def padded(cls, table: RequestTable, slots: Tensor, ends: Tensor, num_levels: int) -> "TreeNoise":
-        """The noise of requests of which some are sampled; see `of`."""
-        temperature, seeds = table.temperature.index_select(0, slots), table.seeds.index_select(0, slots)
-        return cls(None, temperature, seeds, ends, num_levels)
 
     @cached_property
     def keys(self) -> Tensor:

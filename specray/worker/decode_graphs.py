@@ -9,7 +9,7 @@ from functools import partial
 
 from specray.ops.graphs import Graphs
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.drafter import DraftSource, PaddedDrafter
+from specray.spec_decode.drafter import DeviceDrafter, DraftSource
 from specray.spec_decode.node_sampler import NodeSampler
 from specray.spec_decode.request_table import RequestTable
 from specray.worker.buckets import Bucket, buckets
@@ -33,7 +33,7 @@ class DecodeGraphs:
         table: RequestTable,
         drafts: DraftSource,
         max_rows: int,
-        drafter: PaddedDrafter | None,
+        drafter: DeviceDrafter | None,
         sampler: NodeSampler,
     ) -> None:
         """`drafter` is the one of `drafts`, if graphs can have its work too."""

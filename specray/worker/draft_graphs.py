@@ -12,21 +12,22 @@ import torch
 
 from specray.ops.graphs import Graphs
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.drafter import CompositeDrafter, Drafter, PaddedCommit, PaddedDrafter, padded_drafter
+from specray.spec_decode.drafter import CompositeDrafter, DeviceDrafter, Drafter, device_drafter
 from specray.spec_decode.propose_context import ProposeContext
 from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.tree_buffers import TreeBuffers
 from specray.worker.buckets import draft_row_buckets
+from specray.worker.padded_rows import PaddedRows
 
 
 class DraftGraphs:
-    """Graphs of `padded`, which is `drafter` or a part of it, over requests of `table`."""
+    """Graphs of `recorded`, which is `drafter` or a part of it, over requests of `table`."""
 
     def __init__(
         self,
         graphs: Graphs,
         drafter: Drafter,
-        padded: PaddedDrafter,
+        recorded: DeviceDrafter,
         table: RequestTable,
         hidden_size: int,
         dtype: torch.dtype,
@@ -35,7 +36,7 @@ class DraftGraphs:
     ) -> None:
         """`hidden_size` and `dtype` are those of the target's hidden states; `name` is the drafter's, among several."""
         self.table, self._name = table, name
-        self._graphs, self._padded = graphs, padded
+        self._graphs, self._recorded = graphs, recorded
         self._width = width = 1 + drafter.max_draft_tokens
         self._buckets = draft_row_buckets(max_rows, width)
         rows, size = max(self._buckets, default=0), hidden_size * len(drafter.aux_hidden_state_layers)
@@ -85,8 +86,8 @@ class DraftGraphs:
 
     def _draft(self, rows: int, is_sampled: bool) -> None:
         states = self._states[: rows * self._width]
-        commit = PaddedCommit(self._slots[:rows], self._counts[:rows], self._nodes[:rows], states)
-        self._drafts.put(self._padded.propose_padded(self.table, commit, is_sampled))
+        slots, counts, nodes = self._slots[:rows], self._counts[:rows], self._nodes[:rows]
+        self._drafts.put(self._recorded.draft(PaddedRows(self.table, slots, counts, nodes, states, is_sampled)))
 
 
 def graphs_of_members(
@@ -100,11 +101,11 @@ def graphs_of_members(
     """Capture graphs for each of several drafters that can have any; returns those that cannot, and why."""
     without = []
     for name, member in composite.members.items():
-        padded = padded_drafter(member)
-        if isinstance(padded, str):
-            without.append(f"drafts of {name}: {padded}")
+        recorded = device_drafter(member)
+        if isinstance(recorded, str):
+            without.append(f"drafts of {name}: {recorded}")
             continue
-        captured = DraftGraphs(graphs, member, padded, table, hidden_size, dtype, max_rows, name)
+        captured = DraftGraphs(graphs, member, recorded, table, hidden_size, dtype, max_rows, name)
         captured.capture()
         composite.replays[name] = captured.replay
     return without

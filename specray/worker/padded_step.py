@@ -14,16 +14,17 @@ from specray.ops.attention import PaddedAttention
 from specray.ops.gpu import uses_triton
 from specray.ops.ragged_index import RaggedIndex
 from specray.spec_decode.draft_tree import NONE, DraftTree
-from specray.spec_decode.drafter import PaddedCommit, PaddedDrafter
+from specray.spec_decode.drafter import DeviceDrafter
 from specray.spec_decode.node_sampler import NodeSampler, PaddedSampler
 from specray.spec_decode.node_verifier import verify_padded
-from specray.spec_decode.padded_input import tree_input
 from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.shard_verifier import verify_padded_shards
 from specray.spec_decode.tree_buffers import TreeBuffers
 from specray.worker.buckets import Bucket
 from specray.worker.input_batch import StepBatch
 from specray.worker.model_runner import ModelRunner
+from specray.worker.padded_input import tree_input
+from specray.worker.padded_rows import PaddedRows
 from specray.worker.step_output import CopiedOutcome
 
 
@@ -116,12 +117,12 @@ class PaddedStep:
         self._table.ops.append(slots, verified.outcome)
         self._outcome_of(bucket).copy_(verified.outcome)
 
-    def draft(self, bucket: Bucket, drafter: PaddedDrafter, is_sampled: bool) -> None:
+    def draft(self, bucket: Bucket, drafter: DeviceDrafter, is_sampled: bool) -> None:
         """Draft for the next step after `verify`."""
         count, _, rest = self._outcome_of(bucket).tensor_split((1, 2), 1)
         nodes, aux = rest[:, bucket.nodes :], self._aux[: bucket.num_tokens]
-        commit = PaddedCommit(self._slots[: bucket.rows], count[:, 0], nodes, aux)
-        self._drafts.put(drafter.propose_padded(self._table, commit, is_sampled))
+        rows = PaddedRows(self._table, self._slots[: bucket.rows], count[:, 0], nodes, aux, is_sampled)
+        self._drafts.put(drafter.draft(rows))
 
     def drafts(self, num_rows: int) -> DraftTree:
         """The trees of the last `draft`."""

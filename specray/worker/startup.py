@@ -17,7 +17,7 @@ from specray.ops.cpu.threads import num_threads, use_threads
 from specray.ops.graphs import make_graphs
 from specray.ops.linear import fixed_order
 from specray.spec_decode import make_drafter
-from specray.spec_decode.drafter import Drafter, DraftSource, composite_of, padded_drafter
+from specray.spec_decode.drafter import Drafter, DraftSource, composite_of, device_drafter
 from specray.spec_decode.inline_drafts import InlineDrafts
 from specray.spec_decode.no_drafts import NoDrafts
 from specray.spec_decode.node_sampler import NodeSampler
@@ -145,14 +145,14 @@ def _capture(
         return None, _logged([f"decode steps: {reason}"])
     rows = min(config.cuda_graph_max_bs or config.max_running_requests, config.max_running_requests)
     drafter = drafts.drafter if isinstance(drafts, InlineDrafts) else None
-    padded, without = None, []
+    recorded, without = None, []
     if not is_padded(sampler):
         drafter, without = None, [f"verification and drafts: {WALKS}"]
     composite = composite_of(drafter)
     if drafter is not None and composite is None:
-        found = padded_drafter(drafter)
-        padded, without = (None, [f"drafts: {found}"]) if isinstance(found, str) else (found, [])
-    captured = DecodeGraphs(graphs, runner, table, drafts, rows, padded, sampler)
+        found = device_drafter(drafter)
+        recorded, without = (None, [f"drafts: {found}"]) if isinstance(found, str) else (found, [])
+    captured = DecodeGraphs(graphs, runner, table, drafts, rows, recorded, sampler)
     captured.capture()
     if composite is not None:
         model = runner.model

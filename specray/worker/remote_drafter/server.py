@@ -25,7 +25,7 @@ from specray.ops.attention import torch_dtype
 from specray.ops.graphs import make_graphs
 from specray.ops.linear import fixed_order
 from specray.spec_decode import make_drafter
-from specray.spec_decode.drafter import Drafter, DraftFaultError, TargetView, composite_of, padded_drafter
+from specray.spec_decode.drafter import Drafter, DraftFaultError, TargetView, composite_of, device_drafter
 from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.samplers import make_sampler
 from specray.spec_decode.tree_edits import limited
@@ -142,10 +142,10 @@ def make_draft_server(config: EngineConfig, target: TargetView, num_slots: int) 
     graphs, without = None, []
     if (composite := composite_of(drafter)) is not None:
         without = graphs_of_members(made, composite, *sizes)
-    elif isinstance(padded := padded_drafter(drafter), str):
-        without = [f"drafts: {padded}"]
+    elif isinstance(recorded := device_drafter(drafter), str):
+        without = [f"drafts: {recorded}"]
     else:
-        graphs = DraftGraphs(made, drafter, padded, *sizes)
+        graphs = DraftGraphs(made, drafter, recorded, *sizes)
         graphs.capture()
     for each in without:
         logger.warning("without CUDA graphs: %s", each)

@@ -16,11 +16,11 @@ from torch import Tensor
 from specray.config import SpeculativeConfig
 from specray.models.eagle_files import HeadConfig
 from specray.spec_decode import DRAFTERS
+from specray.spec_decode.draft_rows import DraftRows
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import Drafter, TargetView
 from specray.spec_decode.eagle import EagleDrafter
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
-from specray.spec_decode.tree_growth import TreePrefix
 from specray.spec_decode.tree_shape import TreeShape
 from tests.support.checked_runs import CLOSE, PREFIX, assert_checked, is_grown_to, run
 from tests.support.eagle_toy import ToyHead, target_matrices
@@ -140,9 +140,9 @@ class CheckedDrafter:
         self._extends_in_kernels, self._num_calls = drafter._extends_in_kernels, 0
         grow = drafter._grower.grow
 
-        def recorded(context: ProposeContext, prefix: TreePrefix, output: Tensor) -> DraftTree:
+        def recorded(rows: DraftRows, output: Tensor, positions: Tensor) -> DraftTree:
             self._logits.append(drafter._head.logits(output))
-            return grow(context, prefix, output)
+            return grow(rows, output, positions)
 
         drafter._grower.grow = recorded  # type: ignore[method-assign]
 

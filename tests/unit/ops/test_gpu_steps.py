@@ -12,8 +12,8 @@ pytest.importorskip("triton")
 
 from specray.ops.gpu import steps
 from specray.spec_decode.draft_tree import NONE, DraftTree, TreeLists
-from specray.spec_decode.padded_input import extend_input, tree_input
 from specray.spec_decode.verify_batch import VerifyOutput
+from specray.worker.padded_input import extend_input, tree_input
 from tests.support.step_cases import MAX_TOKENS, SLOTS, batches, both, compare_pending_trees, random_table
 from tests.support.verify_cases import trees
 

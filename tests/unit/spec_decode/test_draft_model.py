@@ -17,7 +17,7 @@ from specray.config import SpeculativeConfig
 from specray.errors import ConfigError
 from specray.llm import LLM
 from specray.spec_decode import DRAFTERS, draft_model
-from specray.spec_decode.draft_model import Part, PrefixHashes, StandaloneDrafter, split_budget
+from specray.spec_decode.draft_model import PrefixHashes, StandaloneDrafter, split_budget
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import Drafter, DraftFaultError, TargetView
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
@@ -73,7 +73,7 @@ class CheckedDrafter:
 
     def _kv(self, context: ProposeContext, request: DraftRequest) -> torch.Tensor:
         kv_slots = context.table.kv_slots[request.slot, : request.end].long()
-        return self.drafter._attention.pool[:, kv_slots]  # type: ignore[attr-defined]
+        return self.drafter._kv.attention.pool[:, kv_slots]  # type: ignore[attr-defined]
 
 
 Start = Callable[..., tuple[LLM, CheckedDrafter]]
@@ -152,13 +152,13 @@ def test_a_long_prefix_is_read_in_parts_while_others_draft(start: Start, monkeyp
     llm, drafter = start("tree", page_size=4)
     long: list[int] = [0, *range(4, 60)]
     num_read: list[int] = []
-    read = drafter.drafter._read
+    record = drafter.drafter._record
 
-    def count_and_read(context: ProposeContext, parts: list[Part]) -> Any:
-        num_read.append(sum(part.stop - part.start for part in parts))
-        return read(context, parts)
+    def count_and_record(context: ProposeContext, parts: Sequence[DraftRequest]) -> None:
+        num_read.append(sum(part.end - part.start for part in parts))
+        record(context, parts)
 
-    drafter.drafter._read = count_and_read  # type: ignore[method-assign]
+    drafter.drafter._record = count_and_record  # type: ignore[method-assign]
     with llm:
         drafter.is_called = lambda: False
         run(llm, [long])
@@ -211,7 +211,7 @@ def test_draft_dtype_does_not_change_output(dtype: str, toy: Path, tmp_path: Pat
     with make_llm(toy) as llm:
         expected = [choice.token_ids for choice in run(llm)]
     with make_llm(toy, speculative=speculative) as llm:
-        pool = drafter_of(llm)._attention.pool  # type: ignore[attr-defined]
+        pool = drafter_of(llm)._kv.attention.pool  # type: ignore[attr-defined]
         assert pool.dtype is (torch.bfloat16 if dtype == "bfloat16" else torch.float32)
         assert [choice.token_ids for choice in run(llm)] == expected
 

@@ -87,7 +87,7 @@ class CheckedDrafter:
 
     def _kv(self, context: ProposeContext, request: DraftRequest) -> torch.Tensor:
         kv_slots = context.table.kv_slots[request.slot, : request.end].long()
-        return self._drafter._attention.pool[0, kv_slots]  # type: ignore[attr-defined]
+        return self._drafter._kv.attention.pool[0, kv_slots]  # type: ignore[attr-defined]
 
 
 Start = Callable[..., tuple[LLM, CheckedDrafter]]
@@ -133,7 +133,7 @@ def test_trees_equal_the_reference_with_and_without_a_cached_prefix(head: str, s
 def test_trees_that_torch_grows_equal_the_reference(head: str, start: Start) -> None:
     """The kernels grow all levels in one call; elsewhere torch does, level by level."""
     llm, drafter = start(head, page_size=4)
-    drafter._drafter._fused._network = None
+    drafter._drafter._fused._kernels = None
     drafter._drafter._extends_in_kernels = False  # of an EagleDrafter
     with llm:
         run(llm)
@@ -247,7 +247,9 @@ def test_levels_that_would_add_no_node_are_left_out(start: Start) -> None:
     """The toy's distributions are flat, so that the best five nodes are hardly ever deep."""
     llm, drafter = start("EAGLE3-deep", page_size=4)
     assert isinstance(drafter._drafter, EagleDrafter)
-    pool, scratch = drafter._drafter._attention.pool, drafter._drafter._grower._scratch[0]  # type: ignore[attr-defined]
+    kv = drafter._drafter._kv
+    assert kv.nodes is not None
+    pool, scratch = kv.attention.pool, kv.nodes[0]  # type: ignore[attr-defined]
     pool[:, scratch] = 7.0
     with llm:
         run(llm, PROMPTS[:1], max_tokens=20, temperatures=[0.0])

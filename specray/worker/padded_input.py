@@ -1,4 +1,6 @@
-"""The input of models in padded steps: shapes are fixed, and everything is read from the request table on the device.
+"""The input of the target and of draft heads in padded steps.
+
+Shapes are fixed, and everything is read from the request table on the device.
 
 Padding rows are empty requests. What is not a token of a request has position 0, and its KV goes to a KV slot that
 nobody reads.
@@ -74,7 +76,7 @@ def extend_input(
     padding_kv_slot: int,
     window: int | None = None,
 ) -> ExtendInput:
-    """The input of a draft head, at most `width` tokens for each request; arguments as in PaddedCommit."""
+    """The input of a draft head, at most `width` tokens for each request; arguments as in PaddedRows."""
     if uses_triton(slots.device):
         from specray.ops.gpu import steps
 

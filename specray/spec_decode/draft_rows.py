@@ -1,0 +1,276 @@
+"""The requests that a draft model reads and drafts for, in a form that hides how many tokens the host knows.
+
+A drafter with a model does its work on the device once, in `draft(rows)`. The rows of an ordinary step
+(`ScheduledRows`) have lengths that the host knows, and keys that it has chosen. Those of a CUDA graph have fixed
+shapes, and their padding is the backend's own affair (`specray.worker.padded_rows`).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specray.ops.attention import Attend, AttentionBackend, AttentionBatch
+from specray.ops.ragged_index import RaggedIndex
+from specray.spec_decode.propose_context import DraftRequest, ProposeContext
+from specray.spec_decode.tree_noise import TreeNoise
+from specray.spec_decode.tree_shape import TreeShape
+
+
+@dataclass(eq=False)
+class DraftKV:
+    """A draft model's KV, which lies in the target's KV slots and in scratch slots behind them."""
+
+    attention: AttentionBackend
+    shape: TreeShape  # of the largest trees
+    last_position: int  # that the model has; a node behind it is computed there, but never verified
+    padding_slot: int  # the last KV slot of the pool, which padding writes and nobody reads
+    # int64 [max_rows, topk * (num_steps - 1)], KV slots of a request's nodes, level after level; None: trees grow
+    # without KV
+    nodes: Tensor | None
+    # int64 [max_rows, m], KV slots of tokens that are read behind the committed ones; None: there are none
+    extra: Tensor | None = None
+    reads_next_token: bool = True  # the model pairs a position with the token behind it
+    num_layers: int = 1  # with KV of their own positions: layer k has none at the first k of a text
+    window: int | None = None  # see AttentionBatch
+
+    def __post_init__(self) -> None:
+        # Made once, so that a CUDA graph need not: KV slots [max_rows, topk] and depths [max_rows] of each level's
+        # nodes but the first's.
+        starts = range(0, 0 if self.nodes is None else self.nodes.shape[1], self.shape.topk)
+        self.levels = [self.nodes[:, start : start + self.shape.topk].contiguous() for start in starts]  # type: ignore[index]
+        self.depths = [
+            torch.full((len(level),), depth, device=level.device) for depth, level in enumerate(self.levels, 1)
+        ]
+
+
+class Extras(NamedTuple):
+    """Which of T tokens are read behind the committed ones."""
+
+    are_extra: Tensor  # bool [T]
+    known: Tensor  # int64 [T]: place of a committed token among those; undefined for the others
+
+
+class ReadTokens(NamedTuple):
+    """The T tokens of B requests that a draft model reads before trees grow."""
+
+    token_ids: Tensor  # int64 [T], as `DraftKV.reads_next_token` says
+    positions: Tensor  # int64 [T]
+    written: Tensor  # int64 [T], the KV slots that are written
+    attend: Attend
+    last: Tensor  # int64 [B, 1 + m], places among the T: each request's last committed token, then its m extra ones
+    before: Callable[[], Tensor]  # int64 [T], the KV slots of the positions before
+    extras: Extras | None = None  # None: there are no extra tokens
+    read_lens: Sequence[int] | None = None  # how many last tokens of each request are read; None: any
+
+
+AttendLevel = Callable[[int, Tensor], Attend]
+
+
+class DraftRows(Protocol):
+    """B requests that get a tree; others may be read with them."""
+
+    @property
+    def count(self) -> int:
+        """B, or less than B rows of padding."""
+
+    @property
+    def slots(self) -> Tensor:
+        """int64 [B], of the request table."""
+
+    @property
+    def ends(self) -> Tensor:
+        """int64 [B], positions of the last known tokens, the roots."""
+
+    @property
+    def roots(self) -> Tensor:
+        """int64 [B], these tokens."""
+
+    def aux_hidden_states(self) -> Tensor:
+        """The target's, [T without extra tokens, len(aux_hidden_state_layers) * hidden], of the tokens to read."""
+
+    def kv_slots_at(self, positions: Tensor) -> Tensor:
+        """int64 [B], the target's KV slot of one position of each request."""
+
+    def read(self, kv: DraftKV, layer: int = 0, num_extra: int = 0) -> ReadTokens | None:
+        """What `layer` reads, with `num_extra` tokens behind those of each request that gets a tree.
+
+        None if it reads nothing.
+        """
+
+    def levels(self, kv: DraftKV, shape: TreeShape) -> AttendLevel:
+        """The attention of the trees' levels, as (level from 1 on, `sees` bool [B, topk, level * topk]) -> Attend.
+
+        A node attends to the KV before its tree, extra tokens of `read` included, and to the nodes that it `sees`.
+        """
+
+    def limited(self, shape: TreeShape) -> TreeShape:
+        """`shape` within the requests' limits, as far as the host knows them."""
+
+    def noise(self, num_levels: int) -> TreeNoise | None:
+        """The target's noise; None if all requests are greedy."""
+
+
+class Reads(NamedTuple):
+    """What one layer reads of R requests, those that get a tree first, and the KV that it then has of them."""
+
+    requests: Sequence[DraftRequest]  # from `start` to before `end`
+    columns: Sequence[Tensor]  # their slots, starts and ends, each int64 [R]
+    kv_slots: Tensor  # int64 [R, n]
+    kv_lens: list[int]  # how many of them each request has
+
+
+Prefix = tuple[Tensor, list[int]]  # KV slots int64 [B, n], and how many of them each request has
+
+
+class ScheduledRows:
+    """DraftRows of a step whose numbers of tokens the host knows."""
+
+    def __init__(
+        self,
+        context: ProposeContext,
+        requests: Sequence[DraftRequest],
+        reads: Sequence[Reads],
+        prefixes: Sequence[Prefix] = (),
+    ) -> None:
+        """`requests` get a tree: they are the first of those that `reads[0]` has. `reads` has one entry a layer.
+
+        `prefixes` are the layers' KV before the trees; by default that of `reads`.
+        """
+        self.context, self.requests, self.count = context, requests, len(requests)
+        self._reads = reads
+        self.prefixes = list(prefixes) or [self._first(read.kv_slots, read.kv_lens) for read in reads]
+        self.slots, _, self.ends = (column[: self.count] for column in reads[0].columns)
+
+    @cached_property
+    def roots(self) -> Tensor:
+        return self.context.table.tokens_at(self.slots, self.ends)
+
+    def aux_hidden_states(self) -> Tensor:
+        assert self.context.aux_hidden_states is not None
+        return self.context.aux_hidden_states
+
+    def kv_slots_at(self, positions: Tensor) -> Tensor:
+        return self.context.table.kv_slots_at(self.slots, positions)
+
+    def read(self, kv: DraftKV, layer: int = 0, num_extra: int = 0) -> ReadTokens | None:
+        reads, table = self._reads[layer], self.context.table
+        if not reads.requests:
+            return None
+        if num_extra or not kv.reads_next_token:
+            return self._read_with_extra(kv, layer, num_extra)
+        requests, (slots, starts, ends), kv_slots, kv_lens = reads
+        lengths = [request.end - request.start for request in requests]
+        token_ids, positions, written, last = table.ops.extend_input(slots, starts, ends, sum(lengths))
+        attend = kv.attention.plan(_causal(lengths, kv_lens, kv_slots, written, kv))
+
+        def before() -> Tensor:
+            index = RaggedIndex.of(ends - starts, sum(lengths))
+            return table.kv_slots_at(slots.index_select(0, index.rows), positions - 1)
+
+        read_lens = [1] * self.count + [0] * (len(requests) - self.count)
+        return ReadTokens(token_ids, positions, written, attend, last[: self.count, None], before, None, read_lens)
+
+    def levels(self, kv: DraftKV, shape: TreeShape) -> AttendLevel:
+        assert kv.nodes is not None
+        count, topk, nodes = self.count, shape.topk, kv.nodes[: self.count]
+        keys = [_appended(kv_slots, kv_lens, nodes) for kv_slots, kv_lens in self.prefixes]
+
+        def attend_at(level: int, sees: Tensor) -> Attend:
+            written = nodes[:, (level - 1) * topk : level * topk].flatten()
+            plans = [
+                kv.attention.plan(
+                    AttentionBatch(
+                        query_lens=[topk] * count,
+                        kv_lens=[length + level * topk for length in kv_lens],
+                        kv_slots=kv_slots,
+                        slot_mapping=written,
+                        tree_sizes=[(topk, level * topk)] * count,
+                        tree_mask=sees,
+                        window=kv.window,
+                    )
+                )
+                for kv_slots, (_, kv_lens) in zip(keys, self.prefixes, strict=True)
+            ]
+            return by_layer(plans)
+
+        return attend_at
+
+    def limited(self, shape: TreeShape) -> TreeShape:
+        return limited(shape, self.requests)
+
+    def noise(self, num_levels: int) -> TreeNoise | None:
+        return noise_of(self.context, self.requests, self.slots, self.ends, num_levels)
+
+    def _first(self, kv_slots: Tensor, kv_lens: list[int]) -> Prefix:
+        """Of the requests that get a tree."""
+        return kv_slots[: self.count], kv_lens[: self.count]
+
+    def _read_with_extra(self, kv: DraftKV, layer: int, num_extra: int) -> ReadTokens:
+        assert kv.extra is not None
+        requests, (slots, starts, ends), kv_slots, kv_lens = self._reads[layer]
+        table, count, num_known = self.context.table, self.count, ends - starts
+        gets_tree = torch.arange(len(requests), device=slots.device) < count
+        added = [num_extra * (row < count) for row in range(len(requests))]
+        lengths = [request.end - request.start + more for request, more in zip(requests, added, strict=True)]
+        index = RaggedIndex.of(num_known + num_extra * gets_tree, sum(lengths))
+        row_slots, known_of_row = slots.index_select(0, index.rows), num_known.index_select(0, index.rows)
+        number = index.offsets - known_of_row
+        are_extra = number >= 0
+        positions = (starts.index_select(0, index.rows) + index.offsets).clamp(max=kv.last_position)
+        token_ids = table.tokens_at(row_slots, torch.where(are_extra, 0, positions + 1))
+        if not kv.reads_next_token:
+            token_ids = table.tokens_at(row_slots, positions)
+        extra = kv.extra[: len(requests), : max(1, num_extra)]
+        written = table.kv_slots_at(row_slots, torch.where(are_extra, 0, positions))
+        written = torch.where(are_extra, extra[index.rows, number.clamp(min=0)], written)
+        keys = _appended(kv_slots, kv_lens, extra[:, :num_extra])
+        key_lens = [length + more for length, more in zip(kv_lens, added, strict=True)]
+        self.prefixes[layer] = self._first(keys, key_lens)
+        first = (num_known.cumsum(0) - num_known).index_select(0, index.rows)
+        known = first + torch.minimum(index.offsets, known_of_row - 1)
+        last = (num_known + num_extra * gets_tree).cumsum(0)[:count, None] - 1
+        last = last + torch.arange(-num_extra, 1, device=slots.device)
+        attend = kv.attention.plan(_causal(lengths, key_lens, keys, written, kv))
+
+        def before() -> Tensor:
+            return table.kv_slots_at(row_slots, positions - 1)
+
+        return ReadTokens(token_ids, positions, written, attend, last, before, Extras(are_extra, known))
+
+
+def limited(shape: TreeShape, requests: Sequence[DraftRequest]) -> TreeShape:
+    """The shape within the limits of these requests, of which there is one at least."""
+    return shape.limited(
+        max(request.draft_limit.num_steps for request in requests),
+        max(request.draft_limit.num_tokens for request in requests),
+    )
+
+
+def noise_of(
+    context: ProposeContext, requests: Sequence[DraftRequest], slots: Tensor, ends: Tensor, num_levels: int
+) -> TreeNoise | None:
+    """The noise of `requests`, whose `slots` and `ends` are int64 [B]; None if all are greedy."""
+    is_sampled = context.are_sampled(requests)
+    return TreeNoise.of(context.table, slots, ends, num_levels, is_sampled) if any(is_sampled) else None
+
+
+def by_layer(plans: Sequence[Attend]) -> Attend:
+    """One Attend for all layers: layer i uses plan i; a single plan is used by all layers."""
+    return plans[0] if len(plans) == 1 else lambda layer, q, kv: plans[layer](layer, q, kv)
+
+
+def _causal(lengths: list[int], kv_lens: list[int], kv_slots: Tensor, written: Tensor, kv: DraftKV) -> AttentionBatch:
+    """Consecutive tokens of each request."""
+    return AttentionBatch(lengths, kv_lens, kv_slots, written, [(0, 0)] * len(lengths), window=kv.window)
+
+
+def _appended(kv_slots: Tensor, kv_lens: list[int], more: Tensor) -> Tensor:
+    """KV slots [R, n + m]: the first `kv_lens` of each request, followed by its row of `more` int64 [R, m]."""
+    ends = torch.tensor(kv_lens, device=more.device)[:, None]
+    places = ends + torch.arange(more.shape[1], device=more.device)
+    return F.pad(kv_slots, (0, more.shape[1])).scatter_(1, places, more)
