@@ -169,7 +169,7 @@ $(PAGE_INSTALLED): $(INSTALLED)
 	@touch $@
 
 page-test: $(PAGE_INSTALLED)  ## test the page in a headless Chromium, which this machine must have (CHROMIUM=PROGRAM)
-	$(BIN)/python -m pytest tests/unit/cluster/page $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/unit/server/page $(PYTEST_ARGS)
 
 clean:  ## remove what tools left behind, .venv excepted
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,4 +1,4 @@
-"""SpecRay on Ray: placement, supervision, routing and the HTTP API. The engine itself lives in `specray`."""
+"""SpecRay on Ray: placement, supervision and scaling. The engine and its HTTP server live in `specray`."""
 
 import os
 import sys

@@ -10,23 +10,23 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
-from cluster.api.ingress import OpenAIIngress
-from cluster.api.trace_context import check_tracing_packages
 from cluster.autoscaling import serve_autoscaling
 from cluster.config import AppConfig
 from cluster.engine.node_resources import check_node_resources
 from cluster.engine.placement import bundles, strategy, uses_gpus
 from cluster.engine.router import Router
 from cluster.http_port import check_http_port
+from cluster.ingress.deployment import OpenAIIngress
 from cluster.process_settings import LARGE_MESSAGES, ONE_LOOP
 from specray.models.files import is_here
+from specray.server.trace_context import check_tracing_packages
 from specray.spec_decode import check_speculative
 from specray.unsupported_options import options_without_effect
 
 logger = logging.getLogger("ray.serve")
 
 ROUTER = "Router"
-ADDRESSED_ROUTER: Any = "cluster.routing.addressing.AddressedRouter"  # Ray types its options as dictionaries
+ADDRESSED_ROUTER: Any = "cluster.ingress.addressing.AddressedRouter"  # Ray types its options as dictionaries
 ROUTER_MAX_CALLS = 4096  # short calls and one stream per ingress replica
 MIN_ENGINES = 16  # for the ingress's limits: Serve may scale beyond the plan, but never changes them
 INGRESS_SLACK = 256  # requests that are refused or answered without an engine

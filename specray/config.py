@@ -1,7 +1,7 @@
 """The engine's configuration: a frozen tree of pydantic models, validated as a whole when it is built.
 
-Options of the server live in `cluster.config`, names of drafting methods in `specray.spec_decode.DRAFTERS`. Validation
-opens no file.
+Options of the server live in `specray.server.config`, names of drafting methods in `specray.spec_decode.DRAFTERS`.
+Validation opens no file.
 """
 
 import re

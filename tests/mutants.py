@@ -74,17 +74,17 @@ MUTANTS = (
     ),
     Mutant(
         "keys: a comparison ends at the first match",
-        "cluster/api/keys.py",
+        "specray/server/access/keys.py",
         "                found = entry.name\n",
         "                return entry.name\n",
-        "tests/unit/cluster/api/test_keys.py -k compares_all",
+        "tests/unit/server/test_keys.py -k compares_all",
     ),
     Mutant(
         "keys: tenants share cached prefixes",
-        "cluster/api/choices.py",
+        "specray/server/choices.py",
         "namespace = tenant_scoped(tenant, cache_salt)",
         "namespace = tenant_scoped('', cache_salt)",
-        "tests/unit/cluster/api/test_keys.py -k cached_prefixes",
+        "tests/unit/server/test_keys.py -k cached_prefixes",
     ),
     Mutant(
         "cache: namespaces share a tree",
@@ -131,10 +131,10 @@ MUTANTS = (
     ),
     Mutant(
         "headers: a request ID that is not text reaches Serve's proxy",
-        "cluster/api/proxy.py",
+        "cluster/proxy.py",
         "        if not _is_utf8(name) or not _is_utf8(value):\n",
         "        if False:\n",
-        "tests/unit/cluster/api/test_proxy.py",
+        "tests/unit/cluster/test_proxy.py",
     ),
 )
 

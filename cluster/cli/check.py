@@ -12,11 +12,11 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDeploySchema
 
-from cluster.api.keys import KeyRing
 from cluster.cli.flags import flags
 from cluster.config import AppConfig
 from specray.errors import ConfigError, did_you_mean
 from specray.models.files import is_here, looks_local, resolve_model
+from specray.server.access.keys import KeyRing
 from specray.spec_decode import check_speculative
 from specray.yaml_file import read_mapping
 

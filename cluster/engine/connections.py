@@ -1,17 +1,16 @@
 """The router's output streams, one per ingress replica.
 
-All methods run in the router's event loop. The ingress's side lives in `cluster.routing.client`.
+All methods run in the router's event loop. The ingress's side lives in `specray.server.routing.client`.
 """
 
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 
-from cluster.liveness.heartbeat import LocalHeartbeat
-from cluster.liveness.own_stalls import SilenceWatch
-from cluster.messages import ConnectionEnd, Item, RouterHeartbeat, RouterInfo
 from specray.errors import EngineDeadError
+from specray.heartbeat import LocalHeartbeat, SilenceWatch
 from specray.outputs import RequestOutput
+from specray.server.routing.messages import ConnectionEnd, Item, RouterHeartbeat, RouterInfo
 
 
 class Connection:

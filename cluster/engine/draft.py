@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster.engine.priority import lower_priority_from_environment
-from cluster.liveness.heartbeat import HeartbeatFile
 from cluster.process_settings import frozen_garbage_collection, set_log_level_from_environment
 from specray.config import EngineConfig
 from specray.errors import ConfigError
+from specray.heartbeat import HeartbeatFile
 from specray.worker.remote_drafter.handshake import DrafterHandshake
 
 if TYPE_CHECKING:

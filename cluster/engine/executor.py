@@ -26,13 +26,13 @@ from cluster.engine.rendezvous import file_rendezvous
 from cluster.engine.supervisor import DrafterSupervisor
 from cluster.engine.target import TargetActor
 from cluster.liveness.actors import Place, exit_reason, start_error
-from cluster.liveness.heartbeat import HeartbeatFile, LocalHeartbeat
 from cluster.liveness.process import RAY_EXIT_S
 from cluster.liveness.watchdog import Watchdogs, ranks_by_node
 from specray.channel import Channel, ChannelClosedError
 from specray.config import EngineConfig
 from specray.engine.executor import Capacity
 from specray.errors import EngineDeadError
+from specray.heartbeat import HeartbeatFile, LocalHeartbeat
 from specray.private_folders import PREFIX, own, remove_leftovers
 from specray.step import TOLERATED_FAULTS, StepPlan, StepResult
 from specray.step_wire import pack, unpack_result

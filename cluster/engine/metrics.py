@@ -1,6 +1,6 @@
 """Exporting the engine's metrics to Ray, and the periodic log line.
 
-Names, types and help texts come from `specray.metrics.METRICS`. `/metrics` lives in `cluster.api.prometheus`.
+Names, types and help texts come from `specray.metrics.METRICS`. `/metrics` lives in `specray.server.prometheus`.
 """
 
 from collections.abc import Iterator

@@ -1,13 +1,13 @@
-"""Replaces one engine's drafter while it serves. `cluster.routing.rollout` replaces the drafters of all engines."""
+"""Replaces one engine's drafter while it serves. `specray.server.routing.rollout` does so for all engines."""
 
 import threading
 from typing import Any, Protocol
 
 from cluster.engine.supervisor import DrafterState
-from cluster.messages import DesiredDrafter, Refusal
 from specray.config import SpeculativeConfig
 from specray.errors import ConfigError, SpecRayError
 from specray.metrics import Snapshot
+from specray.server.routing.messages import DesiredDrafter, Refusal
 from specray.worker.remote_drafter.handshake import DrafterHandshake
 
 NOT_LOADED = 409  # HTTP status: a valid request that failed now

@@ -26,18 +26,18 @@ from cluster.engine.connections import Connections
 from cluster.engine.executor import RayExecutor
 from cluster.engine.metrics import RayExporter, log_line
 from cluster.engine.reconciler import DrafterReconciler, drafter_report
-from cluster.liveness.heartbeat import LocalHeartbeat
-from cluster.messages import ConnectionEnd, DesiredDrafter, Item, Refusal, RouterHeartbeat, RouterInfo
 from cluster.process_settings import set_log_level
 from specray.engine.async_engine import AsyncEngine
 from specray.engine.engine import Engine
 from specray.engine.request import EngineRequest
 from specray.errors import EngineDeadError, QueueFullError, SpecRayError
+from specray.heartbeat import LocalHeartbeat
 from specray.metrics import Snapshot, number
 from specray.models.files import target_folder
 from specray.models.tokenizer import load_tokenizer
 from specray.outputs import RequestOutput
 from specray.sampling_params import SamplingParams
+from specray.server.routing.messages import ConnectionEnd, DesiredDrafter, Item, Refusal, RouterHeartbeat, RouterInfo
 
 HEARTBEAT_INTERVAL_S = 0.5  # to the ingresses
 HOST_STEP_S = 5.0  # of a step, beside the ranks' part, after which the step loop hangs

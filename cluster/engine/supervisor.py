@@ -14,11 +14,10 @@ from ray.exceptions import RayError
 
 from cluster.engine.draft import DraftActor
 from cluster.liveness.actors import exit_reason, start_error
-from cluster.liveness.heartbeat import HeartbeatFile
-from cluster.liveness.own_stalls import SilenceWatch
 from cluster.liveness.process import RAY_EXIT_S, Process
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.errors import EngineDeadError
+from specray.heartbeat import HeartbeatFile, SilenceWatch
 from specray.worker.remote_drafter.handshake import NO_DRAFTER, DraftEndpoint, DrafterHandshake, dismiss
 
 POLL_INTERVAL_S = 0.25

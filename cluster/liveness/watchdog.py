@@ -22,9 +22,8 @@ import ray
 from ray.exceptions import RayError
 
 from cluster.liveness.actors import Place
-from cluster.liveness.heartbeat import HEARTBEAT_INTERVAL_S, HeartbeatFile, LocalHeartbeat
-from cluster.liveness.own_stalls import NUM_PARTS, wait_until_silent
 from cluster.liveness.process import Process
+from specray.heartbeat import HEARTBEAT_INTERVAL_S, NUM_PARTS, HeartbeatFile, LocalHeartbeat, wait_until_silent
 from specray.private_folders import PREFIX, own, remove_leftovers
 
 FROZEN_S = 3.0  # deadline of a rank's heartbeat

@@ -1,4 +1,4 @@
-"""A process that checks whether grammars compile within limits; `cluster.api.grammar_check` starts it.
+"""A process that checks whether grammars compile within limits; `specray.server.grammar_check` starts it.
 
 A grammar may take minutes or gigabytes to compile, and llguidance cannot be interrupted. Each is therefore compiled in
 a fork of this process, which is killed when it exceeds a limit. Requests and replies are lines of JSON on standard

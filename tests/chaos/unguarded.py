@@ -26,12 +26,14 @@ class Safeguard(NamedTuple):
 
 
 NO_FAILOVER = Safeguard(
-    "cluster/routing/router_pool.py",
+    "specray/server/routing/router_pool.py",
     "                await self._fail_over()\n",
     "                raise EngineDeadError(LOST)\n",
 )
 NO_DRAIN = Safeguard(
-    "cluster/routing/client.py", "if self._closes_when_idle and not self._listeners:", "if self._closes_when_idle:"
+    "specray/server/routing/client.py",
+    "if self._closes_when_idle and not self._listeners:",
+    "if self._closes_when_idle:",
 )
 NO_NEW_DRAFTER = Safeguard(
     "cluster/engine/supervisor.py", "                self._restart(reason)", "                pass"
@@ -39,7 +41,7 @@ NO_NEW_DRAFTER = Safeguard(
 SAFEGUARDS: dict[str, tuple[Safeguard, ...]] = {
     "router killed": (NO_FAILOVER,),
     "router frozen": (
-        Safeguard("cluster/routing/client.py", "HEARTBEAT_TIMEOUT_S = 3.0 ", "HEARTBEAT_TIMEOUT_S = 1e6 "),
+        Safeguard("specray/server/routing/client.py", "HEARTBEAT_TIMEOUT_S = 3.0 ", "HEARTBEAT_TIMEOUT_S = 1e6 "),
         Safeguard("cluster/liveness/watchdog.py", "ROUTER_FROZEN_S = 8.0 ", "ROUTER_FROZEN_S = 1e6 "),
     ),
     "rank killed": (NO_FAILOVER,),
@@ -52,7 +54,7 @@ SAFEGUARDS: dict[str, tuple[Safeguard, ...]] = {
     ),
     "node lost": (NO_FAILOVER,),
     "request of death: crash": (
-        Safeguard("cluster/routing/router_pool.py", "                await self._refuse_poison(event)\n", ""),
+        Safeguard("specray/server/routing/router_pool.py", "                await self._refuse_poison(event)\n", ""),
     ),
     "redeployed": (NO_DRAIN, NO_FAILOVER),
     "clients leave": (

@@ -20,18 +20,18 @@ import pytest
 import yaml
 from fastapi import FastAPI
 
-from cluster.api.admin import add_admin_routes
-from cluster.api.anthropic.protocol import MessagesRequest
-from cluster.api.app import create_app
-from cluster.api.completion_protocol import CompletionRequest
-from cluster.api.generate_protocol import GenerateRequest
-from cluster.api.protocol import ChatRequest
 from cluster.cli import serve
 from cluster.config import AppConfig
 from specray.cli.main import build_parser
 from specray.config import EngineConfig
 from specray.metrics import METRICS
 from specray.sampling_params import SamplingParams
+from specray.server.anthropic.protocol import MessagesRequest
+from specray.server.app import create_app
+from specray.server.completions.protocol import CompletionRequest
+from specray.server.generate.protocol import GenerateRequest
+from specray.server.protocol import ChatRequest
+from specray.server.routes.admin import add_admin_routes
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

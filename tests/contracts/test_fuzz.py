@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from cluster.api.service import Service
 from specray.engine.scheduler import Scheduler
+from specray.server.service import Service
 from tests.fuzz.files import SUBJECTS, FileFindings, Report, _collect, _outcome, fuzz_files
 from tests.fuzz.grammars import fuzz_grammars
 from tests.fuzz.http import Findings, fuzz

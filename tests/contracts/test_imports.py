@@ -22,6 +22,7 @@ LEAVES = {
     "private_folders",
     "errors",
     "grammar",
+    "heartbeat",
     "metrics",
     "step",
     "step_wire",
@@ -44,11 +45,11 @@ CLUSTER = {
     "shared": set(),
     "liveness": set(),
     "engine": {"shared", "liveness"},
-    "routing": {"shared", "liveness"},
-    "api": {"shared", "routing"},
-    "app": {"shared", "engine", "api"},
-    "cli": {"shared", "engine", "api", "app"},
+    "ingress": {"shared"},
+    "app": {"shared", "engine", "ingress"},
+    "cli": {"shared", "engine", "app"},
 }
+ROUTING = "specray.server.routing"
 ALLOWED_IMPORTS = {("worker", "specray.engine.executor")}  # the protocol that an executor implements, and its values
 
 
@@ -104,6 +105,8 @@ def may_import(importer: str, imported: str) -> bool:
         return below != "cluster" or above == "cluster"
     if above == "llm":
         return below in (*LAYERS, "engine")
+    if above == "server":
+        return below in ("leaves", "models", "engine")
     if above == "engine":
         return below == "leaves"
     return above in LAYERS and below in LAYERS and LAYERS.index(below) < LAYERS.index(above)
@@ -148,7 +151,15 @@ def test_imports_between_packages_of_cluster_point_down() -> None:
     assert not shown([item for item in inner if not may_import_in_cluster(item.importer, item.imported)])
 
 
-def test_engine_package_imports_neither_ray_nor_cluster() -> None:
+def test_the_choice_of_an_engine_knows_no_http() -> None:
+    inner = [item for item in OUR_IMPORTS if item.importer.startswith(ROUTING)]
+    assert len(inner) > 20
+    allowed = (ROUTING, "specray.server.config", "specray.server.tasks")
+    server = [item for item in inner if item.imported.startswith("specray.server.")]
+    assert not shown([item for item in server if not item.imported.startswith(allowed)])
+
+
+def test_specray_imports_neither_ray_nor_cluster() -> None:
     wrong = [i for i in IMPORTS if i.importer.startswith("specray") and i.imported.split(".")[0] in ("ray", "cluster")]
     assert not wrong
 
@@ -219,6 +230,11 @@ def test_the_linter_finds_private_ray_imports(line: str) -> None:
         ("specray.spec_decode.eagle", "specray.train.heads", False),
         ("specray.cli.main", "cluster.cli.check", False),
         ("cluster.engine.router", "specray.engine.engine", True),
+        ("cluster.ingress.deployment", "specray.server.app", True),
+        ("specray.server.service", "specray.engine.request", True),
+        ("specray.server.service", "specray.worker.worker", False),
+        ("specray.server.service", "cluster.config", False),
+        ("specray.engine.scheduler", "specray.server.service", False),
         ("specray.config", "specray.engine.engine", False),
     ],
 )
@@ -231,10 +247,10 @@ def test_the_rules_allow_what_the_design_allows(importer: str, imported: str, al
     [
         ("cluster.cli.serve", "cluster.app", True),
         ("cluster.app", "cluster.cli.plan", False),
-        ("cluster.engine.router", "cluster.messages", True),
-        ("cluster.engine.router", "cluster.routing.client", False),
-        ("cluster.routing.client", "cluster.engine.router", False),
-        ("cluster.config", "cluster.routing.policy", False),
+        ("cluster.engine.router", "cluster.config", True),
+        ("cluster.engine.router", "cluster.ingress.replicas", False),
+        ("cluster.ingress.replicas", "cluster.engine.router", False),
+        ("cluster.config", "cluster.engine.placement", False),
         ("cluster.liveness.watchdog", "cluster.engine.executor", False),
     ],
 )

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 from fastapi.routing import APIRoute
 
-from cluster.api.app import create_app
-from cluster.api.reference import BODIES, LETTERS, fields_of, filled
-from cluster.api.reference import COMMAND as API_COMMAND
 from cluster.cli.reference import COMMAND, reference
 from cluster.config import AppConfig
+from specray.server.app import create_app
+from specray.server.reference import BODIES, LETTERS, fields_of, filled
+from specray.server.reference import COMMAND as API_COMMAND
 
 ROOT = Path(__file__).parents[2]
 

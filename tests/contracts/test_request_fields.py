@@ -17,15 +17,15 @@ from openai.types.chat import completion_create_params as chat_completion_create
 from openai.types.responses import response_create_params
 from pydantic import ValidationError
 
-from cluster.api.anthropic.protocol import CountTokensRequest, MessagesRequest
-from cluster.api.completion_protocol import CompletionRequest
-from cluster.api.engine_routes import AbortRequest
-from cluster.api.errors import from_validation
-from cluster.api.generate_protocol import GenerateRequest, GenerateSampling
-from cluster.api.protocol import Body, ChatRequest, StreamOptions
-from cluster.api.request_fields import GENERATION, HARMLESS, REFUSED
-from cluster.api.responses.protocol import ResponsesRequest
-from cluster.api.tokenize import DetokenizeRequest, TokenizeRequest
+from specray.server.anthropic.protocol import CountTokensRequest, MessagesRequest
+from specray.server.completions.protocol import CompletionRequest
+from specray.server.errors import from_validation
+from specray.server.generate.protocol import GenerateRequest, GenerateSampling
+from specray.server.protocol import Body, ChatRequest, StreamOptions
+from specray.server.request_fields import GENERATION, HARMLESS, REFUSED
+from specray.server.responses.protocol import ResponsesRequest
+from specray.server.routes.engine import AbortRequest
+from specray.server.routes.tokenize import DetokenizeRequest, TokenizeRequest
 
 ENGINES: dict[str, dict[str, str]] = json.loads(
     (Path(__file__).parents[1] / "data/engine_fields.json").read_text(encoding="utf-8")

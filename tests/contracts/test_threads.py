@@ -8,6 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 UNIT = "tests/unit/cluster"
+ROUTING = "specray/server/routing"
 # (file, what starts it) -> the test that shows what its failure ends, or the reason why it cannot fail alone
 THREADS = {
     ("specray/engine/async_engine.py", "Thread(self._run)"): (
@@ -21,7 +22,7 @@ THREADS = {
     ),
     ("cluster/engine/router.py", "Thread(self._executor.close)"): "the process exits half a second later anyway",
     ("cluster/engine/draft.py", "ThreadPoolExecutor"): "`start` raises its error",
-    ("cluster/liveness/heartbeat.py", "Thread(self._keep_beating)"): "without it the process counts as frozen",
+    ("specray/heartbeat.py", "Thread(self._keep_beating)"): "without it the process counts as frozen",
     ("cluster/liveness/watchdog.py", "Thread(_watch_router)"): (
         f"{UNIT}/liveness/test_watchdog.py::test_a_router_that_cannot_be_watched_is_killed"
     ),
@@ -31,32 +32,42 @@ THREADS = {
     ("cluster/liveness/watchdog.py", "Thread(self._poll_until_failure)"): (
         f"{UNIT}/liveness/test_watchdog.py::test_a_watchdog_that_cannot_be_polled_is_a_failure"
     ),
-    ("cluster/routing/router_pool.py", "spawn(self._follow_directory())"): (
-        f"{UNIT}/routing/test_failover.py::test_an_ingress_follows_its_routers_after_an_error"
+    (f"{ROUTING}/router_pool.py", "spawn(self._follow_directory())"): (
+        "tests/unit/server/routing/test_failover.py::test_an_ingress_follows_its_routers_after_an_error"
     ),
-    ("cluster/routing/client.py", "spawn(self._run())"): "its last part notifies all listeners, whatever the error is",
-    ("cluster/routing/client.py", "spawn(part)"): "the connection ends with it",
-    ("cluster/routing/client.py", "spawn(self._submit(requests))"): "the caller awaits it",
     (
-        "cluster/routing/client.py",
+        f"{ROUTING}/client.py",
+        "spawn(self._run())",
+    ): "its last part notifies all listeners, whatever the error is",
+    (f"{ROUTING}/client.py", "spawn(part)"): "the connection ends with it",
+    (f"{ROUTING}/client.py", "spawn(self._submit(requests))"): "the caller awaits it",
+    (
+        f"{ROUTING}/client.py",
         "spawn(self._abort(list(abort), after))",
     ): "the engine ends the request at its deadline",
-    ("cluster/routing/rollout.py", "spawn(self._change(lambda _: speculative, is_whole=True))"): "the caller awaits it",
-    ("cluster/routing/rollout.py", "spawn(self._change(change, is_whole=False))"): "the caller awaits it",
-    ("cluster/routing/rollout.py", "spawn(self._send(client, desired))"): "the next heartbeat shows what is missing",
-    ("cluster/tasks.py", "create_task(work)"): "those who spawn it are listed here",
-    ("cluster/api/streams.py", "create_task(self._collect())"): "the reply awaits it",
-    ("cluster/api/streams.py", "create_task(_wait_for_disconnect(receive))"): "the reply awaits it",
-    ("cluster/api/text_pool.py", "ThreadPoolExecutor"): "the caller awaits it",
-    ("cluster/api/grammar_check.py", "create_task(self._start(command))"): "the caller awaits it",
-    ("cluster/api/grammar_check.py", "spawn(_receive(running))"): "the process of the check ends with it",
+    (
+        f"{ROUTING}/rollout.py",
+        "spawn(self._change(lambda _: speculative, is_whole=True))",
+    ): "the caller awaits it",
+    (f"{ROUTING}/rollout.py", "spawn(self._change(change, is_whole=False))"): "the caller awaits it",
+    (
+        f"{ROUTING}/rollout.py",
+        "spawn(self._send(client, desired))",
+    ): "the next heartbeat shows what is missing",
+    ("specray/server/tasks.py", "create_task(work)"): "those who spawn it are listed here",
+    ("specray/server/streams.py", "create_task(self._collect())"): "the reply awaits it",
+    ("specray/server/streams.py", "create_task(_wait_for_disconnect(receive))"): "the reply awaits it",
+    ("specray/server/text_pool.py", "ThreadPoolExecutor"): "the caller awaits it",
+    ("specray/server/grammar_check.py", "create_task(self._start(command))"): "the caller awaits it",
+    ("specray/server/grammar_check.py", "spawn(_receive(running))"): "the process of the check ends with it",
 }
 
 
 def started() -> set[tuple[str, str]]:
     """(file, call) of everything that starts a thread or a task in processes that serve; a command's end with it."""
     found = set()
-    for path in [*(ROOT / "cluster").rglob("*.py"), *(ROOT / "specray" / "engine").rglob("*.py")]:
+    folders = [ROOT / "cluster", ROOT / "specray" / "engine", ROOT / "specray" / "server"]
+    for path in [ROOT / "specray" / "heartbeat.py", *(path for folder in folders for path in folder.rglob("*.py"))]:
         name = str(path.relative_to(ROOT))
         if name.startswith("cluster/cli/"):
             continue
@@ -74,7 +85,7 @@ def started() -> set[tuple[str, str]]:
 
 
 def test_every_thread_and_task_is_listed_with_what_its_failure_ends() -> None:
-    expected = set(THREADS) | {("cluster/liveness/own_stalls.py", "ensure_future(work)")}  # the caller awaits it
+    expected = set(THREADS) | {("specray/heartbeat.py", "ensure_future(work)")}  # the caller awaits it
     assert started() == expected
 
 

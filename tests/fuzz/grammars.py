@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cluster.api.grammar_check import GrammarCheck, check_command
 from specray.errors import InvalidRequestError
 from specray.grammar import GrammarKind, GrammarSpec, make_grammar
+from specray.server.grammar_check import GrammarCheck, check_command
 from tests.support.json_toy import write_json_toy
 from tests.support.toy import EOS, VOCAB_SIZE
 

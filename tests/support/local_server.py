@@ -11,15 +11,15 @@ import uvicorn
 from fastapi import FastAPI
 
 import cluster.engine.router
-from cluster.api.app import create_app
-from cluster.api.service import Service
-from cluster.api.tokenization import Tokenization
 from cluster.config import AppConfig
 from cluster.engine.router import Router
-from cluster.routing.router_pool import RouterPool
 from specray.engine.engine import Engine
 from specray.models.files import resolve_model
 from specray.models.tokenizer import load_tokenizer
+from specray.server.app import create_app
+from specray.server.routing.router_pool import RouterPool
+from specray.server.service import Service
+from specray.server.tokenization import Tokenization
 from specray.worker.local import LocalExecutor
 
 START_TIMEOUT_S = 120.0  # loading a model

@@ -3,7 +3,7 @@
 import asyncio
 
 from cluster.engine.connections import Connections
-from cluster.messages import ConnectionEnd, RouterHeartbeat, RouterInfo
+from specray.server.routing.messages import ConnectionEnd, RouterHeartbeat, RouterInfo
 
 INFO = RouterInfo("toy", 512, 257, 1024, 0, [], "float32", True, ())
 

@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 import cluster.engine.router
-from cluster.routing.router_pool import DRAINING, RouterPool
-from tests.unit.cluster.conftest import Serve, Server
-from tests.unit.cluster.routing.test_failover import BODY, SLOW, stream, text_of
+from specray.server.routing.router_pool import DRAINING, RouterPool
+from tests.support.scripted_server import Serve, Server
+from tests.unit.server.routing.test_failover import BODY, SLOW, stream, text_of
 
 
 @pytest.fixture(autouse=True)

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from cluster.engine.reconciler import DrafterReconciler
-from cluster.messages import DesiredDrafter
 from specray.config import SpeculativeConfig
+from specray.server.routing.messages import DesiredDrafter
 
 
 def group(*names: str) -> SpeculativeConfig:

@@ -8,8 +8,8 @@ import pytest
 
 import cluster.engine.router
 from cluster.engine.connections import Connections
-from tests.unit.cluster.conftest import Serve
-from tests.unit.cluster.routing.test_failover import BODY, SLOW, serving, stream
+from tests.support.scripted_server import Serve
+from tests.unit.server.routing.test_failover import BODY, SLOW, serving, stream
 
 QUICK: dict[str, Any] = {"server": {"failover_s": 0.2, "metrics_interval_s": 0.1}}
 

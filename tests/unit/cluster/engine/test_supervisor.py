@@ -12,9 +12,9 @@ from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 from cluster.engine import supervisor as supervision
 from cluster.engine.executor import RayExecutor
 from cluster.engine.supervisor import DrafterSupervisor
-from cluster.liveness.heartbeat import HeartbeatFile
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.errors import ConfigError, EngineDeadError
+from specray.heartbeat import HeartbeatFile
 from specray.worker.remote_drafter.handshake import NO_DRAFTER, DraftEndpoint, DrafterHandshake
 
 HANDSHAKE = DrafterHandshake(7, [0], True)

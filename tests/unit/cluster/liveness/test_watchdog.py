@@ -12,8 +12,8 @@ import pytest
 
 from cluster.liveness import watchdog
 from cluster.liveness.actors import Place
-from cluster.liveness.heartbeat import HeartbeatFile
 from cluster.liveness.watchdog import NodeWatchdog, RemoteWatchdog, WatchdogActor, ranks_by_node, watch_router
+from specray.heartbeat import HeartbeatFile
 
 Child = subprocess.Popen[bytes]
 

@@ -1,0 +1,1 @@
+"""Who may call the server: keys, their tenants, and host names."""

@@ -1,0 +1,117 @@
+"""Reasoning models: separating `<think>...</think>` from the answer."""
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from specray.grammar import GrammarSpec, as_format, make_grammar
+from specray.sampling_params import ReasoningMarks
+from specray.server.config import ReasoningParserName
+from specray.server.model_output.events import Content, Event, EventBuffer, Reasoning, Trimmer
+from specray.server.model_output.parser import Parser
+from specray.server.model_output.reader import Reader, Reading
+
+THINK = "<think>"
+END_THINK = "</think>"
+_SPACE = re.compile(r"\s*")
+
+
+class ReasoningFormat(NamedTuple):
+    """How a family of models marks its reasoning."""
+
+    is_always_open: bool  # the model reasons from its first token, even if neither it nor the prompt wrote <think>
+
+    def is_open(self, prompt: str) -> bool:
+        """Whether a completion of `prompt` starts with reasoning. Only the prompt's last words matter."""
+        end = prompt.rstrip()
+        return end.endswith(THINK) or (self.is_always_open and not end.endswith(END_THINK))
+
+    def before_grammar(self) -> "ReasoningFormat":
+        """The format of an output with a grammar: reasoning without a mark could not be told from the answer."""
+        return self._replace(is_always_open=False)
+
+    def marks(self, prompt: str) -> ReasoningMarks:
+        return ReasoningMarks(THINK, END_THINK, self.is_open(prompt))
+
+    def with_reasoning(self, grammar: GrammarSpec, prompt: str, template: str) -> GrammarSpec:
+        """The grammar of an output that may begin with reasoning, or has to if the prompt ends inside.
+
+        It stays as it is if the prompt ends after reasoning, if the model's template knows none, and if the grammar has
+        the marks itself: then it describes the reasoning too.
+        """
+        knows_reasoning = self.is_open(prompt) or THINK in template or END_THINK in template
+        if not knows_reasoning or prompt.rstrip().endswith(END_THINK) or END_THINK in grammar.text:
+            return grammar
+        begin = "" if self.is_open(prompt) else THINK
+        reasoning = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": END_THINK}
+        parts = {"type": "sequence", "elements": [reasoning, {"type": "regex", "pattern": r"\n?\n?"}]}
+        preface = parts if self.is_open(prompt) else {"type": "optional", "content": parts}
+        sequence = {"type": "sequence", "elements": [preface, as_format(grammar)]}
+        return make_grammar("structural_tag", {"type": "structural_tag", "format": sequence})
+
+    def parser(self, prompt: str, keeps_marks: bool = False) -> Parser:
+        """`keeps_marks` leaves the marks, and the whitespace beside them, in the reasoning."""
+        sink = _MarkedReasoningSink() if keeps_marks else _ReasoningSink()
+        return Parser(lambda reader: _scan(reader, sink, self.is_open(prompt)), sink)
+
+
+_DEEPSEEK_R1 = ReasoningFormat(is_always_open=True)
+
+REASONING_FORMATS: Mapping[ReasoningParserName, ReasoningFormat] = {
+    "deepseek-r1": _DEEPSEEK_R1,
+    "deepseek_r1": _DEEPSEEK_R1,
+    "qwen3": ReasoningFormat(is_always_open=False),
+}
+
+
+class _ReasoningSink:
+    """Drops the whitespace around reasoning."""
+
+    def __init__(self) -> None:
+        self._buffer = EventBuffer()
+        self._reasoning = Trimmer()
+        self._content = Trimmer(keeps_leading=True)
+
+    def mark(self, text: str) -> None:
+        """A mark, or the whitespace before the first one."""
+
+    def reasoning(self, text: str) -> None:
+        self._buffer.text(Reasoning, self._reasoning.push(text))
+
+    def end_reasoning(self) -> None:
+        self._content = Trimmer()
+
+    def content(self, text: str) -> None:
+        self._buffer.text(Content, self._content.push(text))
+
+    def take(self) -> list[Event]:
+        return self._buffer.take()
+
+    def finish(self) -> None:
+        self._buffer.text(Content, self._content.held())
+
+
+class _MarkedReasoningSink(_ReasoningSink):
+    """Passes everything on."""
+
+    def mark(self, text: str) -> None:
+        self.reasoning(text)
+
+    def reasoning(self, text: str) -> None:
+        self._buffer.text(Reasoning, text)
+
+    def end_reasoning(self) -> None:
+        self._content = Trimmer(keeps_leading=True)
+
+
+def _scan(reader: Reader, sink: _ReasoningSink, is_open: bool) -> Reading[None]:
+    space: list[str] = []
+    yield from reader.run(_SPACE, space.append)
+    is_marked = yield from reader.accept(THINK)
+    if is_marked or is_open:
+        sink.mark("".join(space) + (THINK if is_marked else ""))
+        sink.mark((yield from reader.through((END_THINK,), sink.reasoning)) or "")
+        sink.end_reasoning()
+    else:
+        sink.content("".join(space))
+    yield from reader.rest(sink.content)

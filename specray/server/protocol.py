@@ -1,0 +1,413 @@
+"""Request bodies: what all endpoints share, and /v1/chat/completions.
+
+Every field has bounds; those of sampling options come from `specray.sampling_params`.
+
+`request_fields` says which fields that a body does not declare are refused. The others are accepted and listed in
+`ignored_fields`.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticKnownError
+
+from specray.errors import InvalidRequestError
+from specray.grammar import GrammarSpec
+from specray.sampling_params import (
+    MAX_BANNED_SEQUENCES,
+    MAX_BIASED_TOKENS,
+    AdditivePenalty,
+    AllowedTokenIds,
+    LogitBias,
+    LogprobTokenIds,
+    MaxTokens,
+    MinP,
+    MinTokens,
+    NumChoices,
+    NumLogprobs,
+    RepetitionPenalty,
+    SamplingParams,
+    Seed,
+    StopString,
+    StopStrings,
+    StopTokenIds,
+    Temperature,
+    TopK,
+    TopP,
+    make_sampling_params,
+)
+from specray.server.chat.messages import (
+    MAX_TOOLS,
+    JoinedText,
+    Message,
+    Tool,
+    ToolChoice,
+    check_tools,
+    named_functions,
+)
+from specray.server.errors import from_validation
+from specray.server.grammar_fields import grammar_of
+from specray.server.request_fields import GENERATION, REFUSED, Refusals, check_refused
+
+MAX_MESSAGES = 4096
+MAX_TEMPLATE_VARIABLES = 16
+MAX_NAMED_FIELDS = 20
+MAX_FIELD_NAME = 64
+MAX_NUMBER_LENGTH = 32  # characters
+WHOLE_CONTEXT = -1  # truncate_prompt_tokens: what the context holds beside the output
+
+
+class Body(BaseModel):
+    """Base of all bodies: strict JSON types, refused fields rejected, other fields kept in `model_extra`."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", strict=True, protected_namespaces=())
+
+    refusals: ClassVar[Refusals] = REFUSED
+    synonyms: ClassVar[Mapping[str, str]] = {}  # another dialect's field -> what to send instead of it
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, value: object) -> object:
+        if isinstance(value, Mapping):
+            check_refused(value, cls.refused_fields(), cls.synonyms)
+        return value
+
+    @classmethod
+    def refused_fields(cls) -> Refusals:
+        """The fields that get a 400. A body honours what it declares."""
+        return {name: refusal for name, refusal in cls.refusals.items() if name not in cls.model_fields}
+
+    @property
+    def ignored_fields(self) -> list[str]:
+        """Names of fields without effect, truncated to fit a header."""
+        names = [name for name in self.model_extra or {} if name not in self.refusals] + self._ignored_parts()
+        return [name[:MAX_FIELD_NAME] for name in names[:MAX_NAMED_FIELDS]]
+
+    def _ignored_parts(self) -> list[str]:
+        """Parts of fields that have no effect, as paths."""
+        return []
+
+
+def _listed(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+def at_most(limit: int) -> BeforeValidator:
+    """Refuse a longer object before its keys are looked at: pydantic makes an error of each wrong key first."""
+
+    def check(value: object) -> object:
+        if isinstance(value, dict) and len(value) > limit:
+            bounds = {"field_type": "Object", "max_length": limit, "actual_length": len(value)}
+            raise PydanticKnownError("too_long", bounds)
+        return value
+
+    return BeforeValidator(check)
+
+
+def _integer_keys(value: object) -> object:
+    """Convert JSON's string keys to integers. Keys that are not integers are left for the bounds check to report."""
+    if not isinstance(value, dict):
+        return value
+    return {_integer(key): bias for key, bias in value.items()}
+
+
+def _integer(key: object) -> object:
+    return int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 20 else key
+
+
+def _number(value: object) -> object:
+    """A number that is sent as text, which vLLM and SGLang convert too. Other text is left for the schema to refuse."""
+    if not isinstance(value, str) or len(value) > MAX_NUMBER_LENGTH:
+        return value
+    for convert in (int, float):
+        try:
+            return convert(value)
+        except ValueError:
+            continue
+    return value
+
+
+FROM_TEXT = BeforeValidator(_number)
+Stop = Annotated[StopStrings, BeforeValidator(_listed, json_schema_input_type=StopString | StopStrings)]
+BiasByToken = Annotated[LogitBias, BeforeValidator(_integer_keys), at_most(MAX_BIASED_TOKENS)]
+ModelName = Annotated[str, Field(min_length=1, max_length=256)]
+BadWords = Annotated[list[StopString], Field(max_length=MAX_BANNED_SEQUENCES // 2, fail_fast=True)]
+CacheSalt = Annotated[str, Field(max_length=256)]
+Timeout = Annotated[float, Field(gt=0.0, le=86_400.0, allow_inf_nan=False)]
+RequestName = Annotated[str, Field(min_length=1, max_length=256)]  # by which /abort_request finds a request
+PromptLimit = Annotated[int, Field(ge=WHOLE_CONTEXT, le=10_000_000)]
+
+
+class Sampling(Body):
+    """Options with the same name in every dialect. Null means absent, as in OpenAI's schema."""
+
+    temperature: Annotated[Temperature | None, FROM_TEXT] = None
+    top_p: Annotated[TopP | None, FROM_TEXT] = None
+    top_k: Annotated[TopK | None, FROM_TEXT] = None
+    min_p: Annotated[MinP | None, FROM_TEXT] = None
+    presence_penalty: Annotated[AdditivePenalty | None, FROM_TEXT] = None
+    frequency_penalty: Annotated[AdditivePenalty | None, FROM_TEXT] = None
+    repetition_penalty: Annotated[RepetitionPenalty | None, FROM_TEXT] = None
+    logit_bias: BiasByToken | None = None
+    n: Annotated[NumChoices | None, FROM_TEXT] = None
+    stop: Stop | None = None
+    stop_token_ids: StopTokenIds | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+
+    def with_defaults(self, defaults: Mapping[str, float | int]) -> Self:
+        """A copy with the model's default for each option that is absent."""
+        return self.model_copy(update={name: v for name, v in defaults.items() if getattr(self, name) is None})
+
+    def _params(self, **own: object) -> SamplingParams:
+        """Sampling options from these fields and a dialect's own. None selects the default."""
+        fields = {name: getattr(self, name) for name in Sampling.model_fields} | own
+        return make_sampling_params(**{name: value for name, value in fields.items() if value is not None})
+
+
+class GrammarFields(Body):
+    """SGLang's fields for structured output; `grammar_fields` reads them."""
+
+    json_schema: Any = None
+    regex: Any = None
+    ebnf: Any = None
+    structural_tag: Any = None
+
+    @property
+    def grammar(self) -> GrammarSpec | None:
+        return grammar_of({name: getattr(self, name) for name in type(self).model_fields})
+
+
+# Lists fail fast, because pydantic would make an error of each of a million wrong elements, and the first is reported.
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+TemplateName = Annotated[str, Field(pattern=r"^[a-zA-Z][a-zA-Z0-9_]{0,63}$")]
+TemplateValue = bool | int | float | Annotated[str, Field(max_length=1024)] | None
+TemplateVariables = Annotated[
+    dict[TemplateName, TemplateValue], Field(max_length=MAX_TEMPLATE_VARIABLES), at_most(MAX_TEMPLATE_VARIABLES)
+]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: with include_usage, each chunk has the usage so far
+
+
+class Speculation(Body):
+    """Limits on one request's drafts; null selects the server's limit. `speculation` validates them."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    enabled: bool | None = None
+    algorithm: Annotated[str, Field(max_length=256)] | None = None  # only compared with the server's own
+    drafter: Annotated[str, Field(max_length=64)] | None = None  # the name of one of the server's drafters
+    num_steps: Annotated[int, Field(ge=1)] | None = None
+    num_draft_tokens: Annotated[int, Field(ge=2)] | None = None  # root included
+    trace: bool | None = None  # the stream shows how its tokens came about: `draft_trace`
+
+
+class RequestOptions(Body):
+    """Fields of all generating endpoints, apart from sampling options."""
+
+    stream: bool | None = None
+    cache_salt: CacheSalt | None = None
+    prompt_cache_key: CacheSalt | None = None  # requests with the same key go to the same engine while its load allows
+    timeout: Timeout | None = None
+    speculative: Speculation | None = None
+
+    @property
+    def traces_drafts(self) -> bool:
+        return bool(self.speculative and self.speculative.trace)
+
+
+class ReplyOptions(NamedTuple):
+    """Fields of a reply beside the text that a request asks for."""
+
+    usage: bool = False  # at the end of a stream
+    continuous_usage: bool = False  # in every chunk
+    token_ids: bool = False  # of the prompt and the output
+    prompt_logprobs: bool = False
+
+
+class PredictionContent(Body):
+    """Output that the client expects. It only suggests drafts: the output is the same without it."""
+
+    type: Literal["content"]
+    content: JoinedText
+
+
+class OpenAIRequest(Sampling, GrammarFields, RequestOptions):
+    """Fields that chat and text completions share."""
+
+    refusals = REFUSED | GENERATION
+
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    model: ModelName | None = None
+    stream_options: StreamOptions | None = None
+    seed: Annotated[Seed | None, FROM_TEXT] = None
+    max_tokens: Annotated[MaxTokens | None, FROM_TEXT] = None
+    min_tokens: Annotated[MinTokens | None, FROM_TEXT] = None
+    include_stop_str_in_output: bool | None = None
+    no_stop_trim: bool | None = None  # SGLang's name of include_stop_str_in_output
+    allowed_token_ids: AllowedTokenIds | None = None
+    truncate_prompt_tokens: PromptLimit | None = None
+    truncation_side: Literal["left", "right"] | None = None  # which end of the prompt is dropped; left without it
+    bad_words: BadWords | None = None
+    logprob_token_ids: LogprobTokenIds | None = None
+    prompt_logprobs: NumLogprobs | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    prediction: PredictionContent | None = None
+    rid: RequestName | None = None
+
+    @model_validator(mode="after")
+    def _stream_options_need_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError(
+                "stream_options requires stream=true; set stream=true or leave stream_options out", "stream_options"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _prompt_logprobs_are_not_streamed(self) -> Self:
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequestError(
+                f"prompt_logprobs={self.prompt_logprobs} cannot be streamed; set stream=false", "prompt_logprobs"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _limit_is_not_zero(self) -> Self:
+        if self.truncate_prompt_tokens == 0:
+            raise InvalidRequestError(
+                "truncate_prompt_tokens=0 leaves no prompt; send at least 1, or -1 for all that fits",
+                "truncate_prompt_tokens",
+            )
+        return self
+
+    def _ignored_parts(self) -> list[str]:
+        return [f"stream_options.{name}" for name in (self.stream_options or StreamOptions()).model_extra or {}]
+
+    @property
+    def reply_options(self) -> ReplyOptions:
+        stream = self.stream_options or StreamOptions()
+        return ReplyOptions(
+            bool(stream.include_usage),
+            bool(stream.include_usage and stream.continuous_usage_stats),
+            bool(self.return_token_ids),
+            self.prompt_logprobs is not None,
+        )
+
+    def _sampling(self, max_tokens: int | None, logprobs: int | None, **own: object) -> SamplingParams:
+        return self._params(
+            seed=self.seed,
+            max_tokens=max_tokens,
+            min_tokens=self.min_tokens,
+            include_stop_str_in_output=bool(self.include_stop_str_in_output or self.no_stop_trim),
+            allowed_token_ids=self.allowed_token_ids,
+            logprobs=logprobs,
+            grammar=self.grammar,
+            logprob_token_ids=self.logprob_token_ids,
+            **({"prompt_logprobs": self.prompt_logprobs} | own),
+        )
+
+
+class ChatRequest(OpenAIRequest):
+    """Body of /v1/chat/completions."""
+
+    synonyms: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("max_output_tokens", "max_new_tokens"), "max_completion_tokens"),
+        **dict.fromkeys(("prompt", "input", "input_ids"), "messages"),
+        **dict.fromkeys(("system", "instructions"), "a message of role system"),
+        "reasoning": "reasoning_effort",
+        "thinking": 'chat_template_kwargs={"enable_thinking": …}',
+        "sampling_seed": "seed",
+        "stop_sequences": "stop",
+        "top_logprobs_num": "top_logprobs",
+    }
+
+    messages: Messages
+    max_completion_tokens: Annotated[MaxTokens | None, FROM_TEXT] = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None  # the output continues the last message, an assistant's
+    logprobs: bool | None = None
+    top_logprobs: Annotated[NumLogprobs | None, FROM_TEXT] = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    separate_reasoning: bool | None = None  # SGLang's; false leaves the reasoning in the content
+    include_reasoning: bool | None = None  # vLLM's; false leaves the reasoning out of the reply
+    reasoning_effort: ReasoningEffort | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+
+    @classmethod
+    def translated(cls, fields: dict[str, Any]) -> Self:
+        """A request of another API in this shape. ApiError for what only the whole request shows to be invalid."""
+        try:
+            return cls.model_validate(fields)
+        except ValidationError as error:
+            raise from_validation(error.errors()) from None
+
+    @model_validator(mode="after")
+    def _final_message_can_be_continued(self) -> Self:
+        if not self.continue_final_message:
+            return self
+        last = self.messages[-1]
+        if self.add_generation_prompt:
+            raise InvalidRequestError(
+                "add_generation_prompt=true opens a new answer, and continue_final_message=true continues the last "
+                "message; set one of them",
+                "continue_final_message",
+            )
+        if last.role != "assistant" or not last.content or last.tool_calls:
+            raise InvalidRequestError(
+                "continue_final_message=true needs a last message of role 'assistant' with text and without tool_calls",
+                "continue_final_message",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _tools_fit_together(self) -> Self:
+        check_tools(self.tools or [], self.tool_choice)
+        return self
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """The tools that the prompt describes."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def callable_tools(self) -> list[Tool]:
+        """Those of the offered tools that `tool_choice` lets the model call."""
+        names = named_functions(self.tool_choice)
+        return [tool for tool in self.offered_tools if names is None or tool.function.name in names]
+
+    @property
+    def template_variables(self) -> dict[str, TemplateValue]:
+        """Further variables of the chat template. Effort "none" also turns off the thinking of Qwen and DeepSeek."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        quiet = {"enable_thinking": False, "thinking": False} if self.reasoning_effort == "none" else {}
+        return effort | quiet | (self.chat_template_kwargs or {})
+
+    @model_validator(mode="after")
+    def _top_logprobs_need_logprobs(self) -> Self:
+        if self.logprob_token_ids and not self.logprobs:
+            raise InvalidRequestError("logprob_token_ids requires logprobs=true; set it", "logprob_token_ids")
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequestError(
+                f"top_logprobs={self.top_logprobs} requires logprobs=true; set logprobs=true or leave top_logprobs out",
+                "top_logprobs",
+            )
+        return self
+
+    def sampling(self, default_max_tokens: int | None) -> SamplingParams:
+        limits = (self.max_completion_tokens, self.max_tokens, default_max_tokens)
+        limit = next((limit for limit in limits if limit is not None), None)
+        return self._sampling(limit, (self.top_logprobs or 0) if self.logprobs else None)

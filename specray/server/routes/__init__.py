@@ -1,0 +1,1 @@
+"""Routes that generate no text: admin, engine, tokenizer and page."""

@@ -1,0 +1,312 @@
+"""The ingress's connection to one router: an output stream, calls to submit and abort, and failure detection.
+
+A client lasts as long as its connection. A router that is silent for `HEARTBEAT_TIMEOUT_S`, because it is frozen or
+unreachable, counts as lost, and its later outputs are ignored. Failover of its requests lives in `router_pool`.
+"""
+
+import asyncio
+import contextlib
+import logging
+import uuid
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from math import inf
+from typing import Any, NoReturn, Protocol
+
+from specray.engine.request import EngineRequest
+from specray.errors import EngineDeadError, SpecRayError
+from specray.heartbeat import LocalHeartbeat, SilenceWatch, within
+from specray.metrics import Snapshot
+from specray.outputs import RequestOutput
+from specray.server.routing.messages import ConnectionEnd, DesiredDrafter, Item, Refusal, RouterHeartbeat, RouterInfo
+from specray.server.routing.policy import ReplicaState
+from specray.server.tasks import Tasks
+
+NOT_READY = "the engine is starting or restarting; try again in a few seconds"
+HEARTBEAT_TIMEOUT_S = 3.0  # a router that is silent for longer counts as lost
+CONNECT_TIMEOUT_S = 5.0
+DRAFTER_LOAD_TIMEOUT_S = 600.0  # a drafter may have to be downloaded first
+
+logger = logging.getLogger("ray.serve")
+
+
+class RouterHandle(Protocol):
+    """The calls to one Router: a Serve handle, or a plain object in tests."""
+
+    def outputs(self, connection_id: str) -> AsyncIterator[Item]: ...
+
+    async def submit(self, connection_id: str, requests: list[EngineRequest]) -> Refusal | None: ...
+
+    async def abort(self, request_ids: list[str]) -> None: ...
+
+    async def renew(self, connection_id: str, num_refused: int, num_poison: int) -> bool: ...
+
+    async def stats(self) -> Snapshot: ...
+
+    async def drafter(self) -> dict[str, Any]: ...
+
+    async def apply(self, desired: DesiredDrafter) -> Refusal | None: ...
+
+    async def drain(self) -> None: ...
+
+    async def abort_of(self, tenant: str, name: str | None) -> None: ...
+
+    async def flush_cache(self) -> None: ...
+
+
+class RequestRefusedError(SpecRayError):
+    """The router refused a request, for the reasons in `refusal`."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.message)
+        self.status = refusal.status
+        self.param = refusal.param
+        self.retry_after_s = refusal.retry_after_s
+        self.code = refusal.code
+        self.overflow = refusal.overflow
+
+
+class RouterLostError(EngineDeadError):
+    """The connection to the router `replica_id` on `node_id` is lost, and with it the state of its requests."""
+
+    def __init__(self, message: str, end: ConnectionEnd | None = None, replica_id: str = "", node_id: str = "") -> None:
+        super().__init__(message)
+        self.end = end if end is not None else ConnectionEnd(message, None)
+        self.replica_id, self.node_id = replica_id, node_id
+
+
+Listener = Callable[[RequestOutput | RouterLostError], None]
+
+
+class RouterClient:
+    """One connection to the router `replica_id`. Construct it inside the event loop, then `start` it.
+
+    `on_open` is called when the router's first item arrives, `on_close` when the connection has ended and all listeners
+    have been notified.
+    """
+
+    def __init__(
+        self,
+        replica_id: str,
+        handle: RouterHandle,
+        lease_s: float,
+        on_open: Callable[[], None],
+        on_close: Callable[[], None],
+    ) -> None:
+        self.replica_id = replica_id
+        self.info: RouterInfo | None = None  # once connected
+        self._heartbeat: RouterHeartbeat | None = None
+        self._heartbeat_at = 0.0
+        self._handle = handle
+        self._lease_s = lease_s
+        self._on_open = on_open
+        self._on_close = on_close
+        self._connection_id = uuid.uuid4().hex
+        self._listeners: dict[str, Listener] = {}
+        self._num_refused = 0  # requests refused here since the last renewal
+        self._num_poison = 0  # requests given up here since then
+        self._end: ConnectionEnd | None = None
+        self._closes_when_idle = False
+        self._stream = LocalHeartbeat()  # beats with every item
+        self._tasks = Tasks()
+
+    def start(self) -> None:
+        self._tasks.spawn(self._run())
+
+    async def close(self) -> None:
+        await self._tasks.close()
+
+    @property
+    def state(self) -> ReplicaState:
+        """The router's state, for `choose_route`."""
+        is_alive, is_draining = self.info is not None, self._closes_when_idle
+        if self._heartbeat is None:
+            return ReplicaState(self.replica_id, self.num_unfinished, is_alive=is_alive, is_draining=is_draining)
+        kv_usage, acceptance_length = self._heartbeat.kv_usage, self._heartbeat.acceptance_length
+        return ReplicaState(self.replica_id, self.num_unfinished, kv_usage, acceptance_length, is_alive, is_draining)
+
+    @property
+    def since_token_s(self) -> float:
+        """Seconds since the router's engine last generated a token; infinite if unknown."""
+        if self.info is None or self._heartbeat is None:
+            return inf
+        return self._heartbeat.since_token_s + asyncio.get_running_loop().time() - self._heartbeat_at
+
+    @property
+    def drafter_absence(self) -> str:
+        """Why the router's engine decodes without its drafter at present; empty if it does not, or if unknown."""
+        return self._heartbeat.drafter_absence if self._heartbeat is not None and self.info is not None else ""
+
+    @property
+    def refusal(self) -> Refusal | None:
+        """How the router would refuse another request; None if its queue has space."""
+        return self._heartbeat.refusal if self._heartbeat is not None else None
+
+    def refuse(self, refusal: Refusal) -> NoReturn:
+        """Refuse a request on behalf of the router, and count it for the router's metrics."""
+        self._num_refused += 1
+        raise RequestRefusedError(refusal)
+
+    def count_poison(self, count: int) -> None:
+        """Count requests that were given up, for the metrics of this router, which is another one than it ended."""
+        self._num_poison += count
+
+    def close_when_idle(self) -> None:
+        """Send no new requests, and disconnect once all requests have finished. Serve is about to stop the router."""
+        self._closes_when_idle = True
+
+    async def submit(self, requests: list[EngineRequest], listener: Listener) -> None:
+        """Start requests, all or none, whose outputs go to `listener`. RequestRefusedError or RouterLostError.
+
+        If the caller is cancelled, the requests are aborted.
+        """
+        request_ids = [request.request_id for request in requests]
+        self._listeners.update(dict.fromkeys(request_ids, listener))
+        call = self._tasks.spawn(self._submit(requests))
+        try:
+            await asyncio.shield(call)
+        except asyncio.CancelledError:
+            self.forget(request_ids, abort=request_ids, after=call)
+            raise
+        except RouterLostError:
+            self.forget(request_ids, abort=request_ids)  # it may have received the request
+            raise
+        except SpecRayError:
+            self.forget(request_ids)
+            raise
+
+    def forget(
+        self, request_ids: Iterable[str], abort: Collection[str] = (), after: asyncio.Task[None] | None = None
+    ) -> None:
+        """Remove listeners of requests, and abort the requests in `abort` once `after` is done."""
+        for request_id in request_ids:
+            self._listeners.pop(request_id, None)
+        if abort:
+            self._tasks.spawn(self._abort(list(abort), after))
+
+    async def stats(self) -> Snapshot:
+        return await within(HEARTBEAT_TIMEOUT_S, self._handle.stats())
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether the router has been notified that the application is about to stop."""
+        return self._heartbeat is not None and self._heartbeat.is_draining
+
+    @property
+    def num_unfinished(self) -> int:
+        """Unfinished requests at the router: our own, and those of other ingresses as of its last heartbeat."""
+        return len(self._listeners) + (0 if self._heartbeat is None else self._heartbeat.num_others)
+
+    async def drain(self) -> None:
+        """Notify the router, and through its heartbeats every ingress, that the application is about to stop."""
+        await within(HEARTBEAT_TIMEOUT_S, self._handle.drain())
+
+    async def abort_of(self, tenant: str, name: str | None) -> None:
+        """See `AsyncEngine.abort_of`."""
+        await within(HEARTBEAT_TIMEOUT_S, self._handle.abort_of(tenant, name))
+
+    async def flush_cache(self) -> None:
+        await within(HEARTBEAT_TIMEOUT_S, self._handle.flush_cache())
+
+    @property
+    def desired(self) -> DesiredDrafter | None:
+        """The drafter last applied at the router; None if unknown, or if drafters cannot be replaced there."""
+        return self._heartbeat.desired if self._heartbeat is not None and self.info is not None else None
+
+    async def drafter(self) -> dict[str, Any]:
+        """A report of the router's drafter, see `cluster.engine.reconciler.drafter_report`."""
+        return await within(HEARTBEAT_TIMEOUT_S, self._handle.drafter())
+
+    async def apply(self, desired: DesiredDrafter) -> None:
+        """Replace the router's drafter and wait until it is ready. RequestRefusedError or RouterLostError."""
+        try:
+            refusal = await within(DRAFTER_LOAD_TIMEOUT_S, self._handle.apply(desired))
+        except Exception as error:
+            raise RouterLostError(f"replacing the drafter failed: {first_line(error)}") from error
+        if refusal is not None:
+            raise RequestRefusedError(refusal)
+
+    async def _submit(self, requests: list[EngineRequest]) -> None:
+        try:
+            refusal = await within(HEARTBEAT_TIMEOUT_S, self._handle.submit(self._connection_id, requests))
+        except Exception as error:
+            raise RouterLostError(f"submit failed: {first_line(error)}") from error
+        if refusal is not None:
+            raise RequestRefusedError(refusal)
+
+    async def _abort(self, request_ids: list[str], after: asyncio.Task[None] | None) -> None:
+        if after is not None:
+            await asyncio.wait([after])
+        with contextlib.suppress(Exception):  # a lost router has nothing left to abort
+            await within(HEARTBEAT_TIMEOUT_S, self._handle.abort(request_ids))
+
+    async def _run(self) -> None:
+        """The connection's whole life: returns after it has ended and all listeners have been notified."""
+        parts = [self._tasks.spawn(part) for part in (self._receive(), self._renew_lease(), self._watch_silence())]
+        try:
+            await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+            error = next(part.exception() for part in parts if part.done())
+            if error is None:
+                logger.info("disconnected from the router %s", self.replica_id)
+            elif self.info is not None:
+                logger.warning("lost the router %s: %s", self.replica_id, first_line(error))
+        finally:
+            for part in parts:
+                part.cancel()
+            node_id = self.info.node_id if self.info is not None else ""
+            self.info = None
+            if self._closes_when_idle:
+                self._end = ConnectionEnd("the router was stopped", [])
+            listeners, self._listeners = self._listeners, {}
+            for listener in set(listeners.values()):
+                reason = "the engine stopped while it worked on this request"
+                listener(RouterLostError(reason, self._end, self.replica_id, node_id))
+            self._on_close()
+
+    async def _receive(self) -> None:
+        async for item in self._handle.outputs(self._connection_id):
+            self._stream.beat()
+            if isinstance(item, RouterInfo):
+                self.info = item
+                self._on_open()
+                logger.info("connected to the router %s", self.replica_id)
+            elif isinstance(item, RouterHeartbeat):
+                self._heartbeat, self._heartbeat_at = item, asyncio.get_running_loop().time()
+            elif isinstance(item, ConnectionEnd):
+                self._end = item
+            else:
+                self._deliver(item)
+        raise EngineDeadError("the output stream ended")
+
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            if listener := self._listeners.get(output.request_id):
+                listener(output)
+                if output.finish_reason is not None:
+                    del self._listeners[output.request_id]
+
+    async def _watch_silence(self) -> None:
+        """Return when the connection may close; raise EngineDeadError when the router has been silent for too long."""
+        self._stream.beat()  # the deadline of the first item begins now
+        interval_s = HEARTBEAT_TIMEOUT_S / 6
+        watch = SilenceWatch(self._stream, interval_s)
+        while True:
+            await asyncio.sleep(interval_s)
+            if self._closes_when_idle and not self._listeners:
+                return
+            if (silence_s := watch.poll()) > (HEARTBEAT_TIMEOUT_S if self.info is not None else CONNECT_TIMEOUT_S):
+                raise EngineDeadError(f"nothing received for {silence_s:.1f} s")
+
+    async def _renew_lease(self) -> None:
+        """Renew our lease, so that the router keeps our requests. A router that Serve is stopping cannot be called."""
+        while True:
+            await asyncio.sleep(self._lease_s / 4)
+            if self.info is not None and not self._closes_when_idle:
+                counts = self._num_refused, self._num_poison
+                self._num_refused = self._num_poison = 0
+                if not await within(self._lease_s, self._handle.renew(self._connection_id, *counts)):
+                    self._end = ConnectionEnd("the router has dropped this connection", [])
+                    raise EngineDeadError(self._end.reason)
+
+
+def first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -1,0 +1,162 @@
+"""Routing policy: the replica with the longest cached prefix, within a bounded imbalance of load.
+
+`choose_route` is a pure function of the replicas' states. `PrefixIndex` estimates what each replica has cached; the
+actual cache lives in `specray.engine.radix_cache`.
+"""
+
+import hashlib
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import inf
+from random import Random
+from typing import Literal, NamedTuple, TypeGuard
+
+from specray.server.config import RoutingOptions
+
+KV_FULL = 0.95  # share of KV blocks in use above which another request is likely to preempt one
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaState:
+    """What an ingress knows about a replica. A restarted replica has a new ID."""
+
+    replica_id: str
+    num_requests: int  # running or waiting there
+    kv_usage: float = 0.0  # share of KV blocks held by running requests, 0 to 1
+    acceptance_length: float | None = None  # tokens per verify step, bonus token included; None until measured
+    is_alive: bool = True
+    is_draining: bool = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether new requests may be sent to it."""
+        return self.is_alive and not self.is_draining
+
+
+class Route(NamedTuple):
+    """Replica IDs in the order to try them, possibly none, and why the first one was chosen."""
+
+    replica_ids: list[str]
+    reason: Literal["prefix", "session", "load", "none"]
+
+
+def choose_route(
+    replicas: Sequence[ReplicaState],
+    cached: Mapping[str, int],
+    random: Random,
+    options: RoutingOptions,
+    session: str = "",
+) -> Route:
+    """The open replicas for a request: the best one first, then the others by load.
+
+    `cached` is the number of the prompt's tokens that each replica is believed to have cached. `session` is any text
+    that related requests share; the caller includes its tenant.
+
+    Candidates for the first place have a load of at most `max_load_ratio` times the least, plus `load_slack`. The
+    longest cached prefix wins. Ties are common, because a prefix that all requests share is soon cached everywhere. A
+    session breaks ties by rendezvous hashing: it moves only if its replica leaves or is overloaded, and every ingress
+    moves it to the same replica. Without a session, the less loaded of two random candidates wins. Always taking the
+    least loaded one would make all ingresses, whose states lag behind, choose the same replica. O(R log R).
+    """
+    live = [r for r in replicas if r.is_open]
+    if not live:
+        return Route([], "none")
+    loads = _loads(live)
+    open_ids = _within_bound(live, loads, options)
+    longest = max(cached.get(replica_id, 0) for replica_id in open_ids)
+    equal = [replica_id for replica_id in open_ids if cached.get(replica_id, 0) == longest]
+    first = _rendezvous(session, equal) if session else _lighter_of_two(equal, loads, random)
+    rest = sorted(loads.keys() - {first}, key=lambda replica_id: (loads[replica_id], replica_id))
+    return Route([first, *rest], "prefix" if longest else "session" if session else "load")
+
+
+def _loads(live: Sequence[ReplicaState]) -> dict[str, float]:
+    """Requests at each replica, scaled by the mean acceptance length over the replica's own.
+
+    A replica that accepts twice as many tokens finishes its requests in about half the time.
+    """
+    lengths = [r.acceptance_length for r in live if _is_measured(r.acceptance_length)]
+    mean = sum(lengths) / len(lengths) if lengths else 1.0
+    return {
+        r.replica_id: r.num_requests * (mean / r.acceptance_length if _is_measured(r.acceptance_length) else 1.0)
+        for r in live
+    }
+
+
+def _is_measured(acceptance_length: float | None) -> TypeGuard[float]:
+    return acceptance_length is not None and 1.0 <= acceptance_length < inf
+
+
+def _within_bound(live: Sequence[ReplicaState], loads: Mapping[str, float], options: RoutingOptions) -> list[str]:
+    """Replicas with free KV blocks (all if none has any) whose load is within the bound of the least loaded."""
+    with_free_kv = [r.replica_id for r in live if r.kv_usage < KV_FULL] or list(loads)
+    bound = min(loads[name] for name in with_free_kv) * options.max_load_ratio + options.load_slack
+    return [name for name in with_free_kv if loads[name] <= bound]
+
+
+def _rendezvous(session: str, replica_ids: Sequence[str]) -> str:
+    """The replica with the highest hash of its ID and the session, which does not depend on the other replicas.
+
+    Python's `hash` differs between processes, but every ingress must choose the same replica.
+    """
+
+    def score(replica_id: str) -> bytes:
+        text = f"{replica_id}\n{session}".encode(
+            errors="surrogatepass"
+        )  # a client's text may contain unpaired surrogates
+        return hashlib.blake2b(text, digest_size=8).digest()
+
+    return max(replica_ids, key=lambda replica_id: (score(replica_id), replica_id))
+
+
+def _lighter_of_two(replica_ids: Sequence[str], loads: Mapping[str, float], random: Random) -> str:
+    return min(random.sample(replica_ids, min(2, len(replica_ids))), key=loads.__getitem__)
+
+
+class PrefixIndex:
+    """An ingress's estimate of what each replica has cached: blocks of the texts it recently sent there.
+
+    A block is identified by a hash of its tokens, the preceding blocks and the namespace. A hash collision, or a block
+    that the replica has evicted, only costs a prefill, because the replica's cache compares token ids. Hashes start
+    from the namespace's, which is salted per process, so collisions cannot be prepared in advance.
+
+    Each replica has its own LRU set of blocks, as the replica itself does. The blocks of a text are inserted last block
+    first, so a block is always newer than its successors. Eviction therefore removes blocks from the ends of texts, and
+    the known blocks of a text are always a prefix of it.
+    """
+
+    def __init__(self, block_size: int, max_blocks: int) -> None:
+        self._block_size = block_size
+        self._max_blocks = max_blocks  # of each replica
+        self._blocks: dict[str, OrderedDict[int, None]] = {}  # replica id -> blocks, least recently used first
+
+    def record(self, replica_id: str, namespace: str, token_ids: Sequence[int]) -> None:
+        """Record that a replica has computed `token_ids`. O(tokens)."""
+        blocks = self._blocks.setdefault(replica_id, OrderedDict())
+        for block in reversed(self._hashes(namespace, token_ids)[: self._max_blocks]):
+            blocks[block] = None
+            blocks.move_to_end(block)
+        while len(blocks) > self._max_blocks:
+            blocks.popitem(last=False)
+
+    def cached(self, namespace: str, token_ids: Sequence[int]) -> dict[str, int]:
+        """Length of the prefix of `token_ids` that each replica has cached. O(tokens + replicas log tokens)."""
+        hashes = self._hashes(namespace, token_ids)
+        return {
+            replica_id: self._block_size * bisect_left(hashes, True, key=lambda block: block not in blocks)
+            for replica_id, blocks in self._blocks.items()
+        }
+
+    def keep_only(self, replica_ids: Collection[str]) -> None:
+        """Remove replicas that are gone."""
+        self._blocks = {name: blocks for name, blocks in self._blocks.items() if name in replica_ids}
+
+    def _hashes(self, namespace: str, token_ids: Sequence[int]) -> list[int]:
+        """For each full block, a hash of all tokens up to its end."""
+        size = self._block_size
+        starts = range(0, len(token_ids) - size + 1, size)
+        blocks = (tuple(token_ids[start : start + size]) for start in starts)
+        return list(accumulate(blocks, lambda before, block: hash((before, block)), initial=hash(namespace)))[1:]
