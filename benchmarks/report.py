@@ -142,14 +142,11 @@ def _latest(files: Sequence[ResultFile]) -> list[Result]:
 def _table(title: str, results: Sequence[Result]) -> str:
     columns = list(dict.fromkeys(result.column for result in results))
     cells = {(result.row, result.column): result for result in results}
-    has_goals = any(result.goal is not None for result in results)
-    rows = []
-    for row in dict.fromkeys(result.row for result in results):
-        mine = [cells.get((row, column)) for column in columns]
-        goals = dict.fromkeys(_goal(each) for each in mine if each is not None and each.goal is not None)
-        rows.append([row, *map(_cell, mine), *(["; ".join(goals)] if has_goals else [])])
-    header = ("", *columns, *(["goal"] if has_goals else []))
-    return f"### {title}\n\n{format_table(header, rows, 1)}"
+    rows = [
+        [row, *(_cell(cells.get((row, column))) for column in columns)]
+        for row in dict.fromkeys(result.row for result in results)
+    ]
+    return f"### {title}\n\n{format_table(('', *columns), rows, 1)}"
 
 
 def _cell(result: Result | None) -> str:
@@ -158,10 +155,6 @@ def _cell(result: Result | None) -> str:
         return ""
     text = result.form.format(result.value)
     return text if result.is_reached else f"**{text}**"
-
-
-def _goal(result: Result) -> str:
-    return f"{'≤' if result.at_most else '≥'} {result.form.format(result.goal)}"
 
 
 def _caption(files: Sequence[ResultFile], results: Sequence[Result]) -> str:

@@ -60,7 +60,8 @@ def _list(group: str, options: Iterator[Flag]) -> str:
 
 def _values(flag: Flag) -> str:
     """The default, the other choices, and the bounds; `1..8` is a range with both ends."""
-    choices = dict.fromkeys([flag.default, *(kind for kind in flag.types if isinstance(kind, str))])
+    default = f"{int(flag.default):,}" if flag.default.isdecimal() else flag.default
+    choices = dict.fromkeys([default, *(kind for kind in flag.types if isinstance(kind, str))])
     named = ", ".join(f"`{choice}`" for choice in choices)
     bounds = {type(part).__name__: _limit(part) for part in _metadata(flag.field) if type(part).__name__ in SIGNS}
     if bounds.keys() == {"Ge", "Le"}:

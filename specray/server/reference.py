@@ -104,9 +104,12 @@ def _fields(name: str) -> list[str]:
 
 
 def _refused(_: str) -> list[str]:
+    """Fields that no endpoint supports."""
+    supported = {name for body in BODIES.values() for name in body.model_fields}
     values = {
         name: ", ".join(f"`{json.dumps(value)}`" for value in refusal.accepted) or "none"
         for name, refusal in (REFUSED | GENERATION).items()
+        if name not in supported
     }
     return ["| accepted values, which turn a field off | fields |", "|---|---|", *_grouped(values)]
 
