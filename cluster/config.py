@@ -19,15 +19,15 @@ class DraftConfig(Options):
 
     placement: DraftPlacement = Field(
         "colocated",
-        description="colocated: in a separate process beside rank 0, whose failure does not stop the engine; separate: "
-        "the same on a GPU of its own; inline: in the rank's process. The output is the same.",
+        description="colocated: in a process beside rank 0, whose failure does not stop the "
+        "engine; separate: the same on a GPU of its own; inline: in the rank's "
+        "process. The output is the same.",
     )
     cpus: float = Field(
         0.1,
         ge=0.0,
         le=1024.0,
-        description="CPUs that Ray reserves for the colocated drafter; with server.admin_key_file, for two of them "
-        "together.",
+        description="CPUs that Ray reserves for the colocated drafter; with server.admin_key_file, for two together.",
     )
     gpu_share: float = Field(
         0.2,
@@ -38,8 +38,8 @@ class DraftConfig(Options):
     )
     cuda_ipc: bool = Field(
         False,
-        description="Hand hidden states to a colocated drafter in the GPU's memory (CUDA IPC) instead of the host's. "
-        "On an H100 it was no faster. Needs an allocator without expandable_segments; no effect on a CPU.",
+        description="Hand hidden states to a colocated drafter in the GPU's memory (CUDA IPC). "
+        "Needs an allocator without expandable_segments.",
     )
 
     @model_validator(mode="after")
@@ -57,13 +57,12 @@ class PlacementConfig(Options):
 
     across_nodes: bool = Field(
         False,
-        description="Allow the ranks of an engine to run on several nodes, as few as possible. Their traffic is "
-        "neither encrypted nor authenticated and needs a private network.",
+        description="Allow the ranks of an engine to run on several nodes, as few as possible. "
+        "Their traffic needs a private network.",
     )
     rank_resources: dict[str, Annotated[float, Field(gt=0.0, le=1_000_000.0)]] = Field(
         {},
-        description="Custom Ray resources that each rank reserves besides CPUs and GPUs. Ranks run only on nodes "
-        "started with them (`ray start --resources`).",
+        description="Custom Ray resources that each rank reserves besides CPUs and GPUs (`ray start --resources`).",
     )
 
     @model_validator(mode="after")

@@ -38,10 +38,10 @@ class ServerConfig(Options):
     served_model_name: Annotated[list[ServedName], BeforeValidator(_listed)] = Field(
         [],
         max_length=64,
-        description="Names of the model in the API, of which replies show the first; without any, the model's own.",
+        description="Names of the model in the API; replies show the first. Without any, the model's own.",
     )
     any_model_name: bool = Field(
-        False, description="Answer requests for any model name, as SGLang does; otherwise others get a 404."
+        False, description="Answer requests for any model name, as SGLang does; else others get a 404."
     )
     api_key_file: str | None = Field(
         None,
@@ -51,14 +51,12 @@ class ServerConfig(Options):
     admin_key_file: str | None = Field(
         None,
         min_length=1,
-        description="File like api_key_file with the keys for /admin, which replaces drafters while serving; null "
-        "disables /admin.",
+        description="File like api_key_file with the keys for /admin and /flush_cache; null disables them.",
     )
     open_metrics: bool = Field(False, description="Serve /metrics without a key even if the API requires one.")
     metric_aliases: bool = Field(
         False,
-        description="Serve /metrics also under the names of vLLM (`vllm:`) and SGLang (`sglang:`), for dashboards made "
-        "for them.",
+        description="Serve /metrics also under the names of vLLM (`vllm:`) and SGLang (`sglang:`).",
     )
     cors_origins: list[Annotated[str, Field(min_length=1, max_length=256)]] = Field(
         [],
@@ -69,9 +67,8 @@ class ServerConfig(Options):
     allowed_hosts: list[Annotated[str, Field(min_length=1, max_length=256)]] = Field(
         [],
         max_length=64,
-        description="Host names that a server without API keys answers to, besides addresses, the machine's own name, "
-        "names without a dot and private ones; `*` allows all. Other names are refused, because a web page could use "
-        "them to reach the server through a visitor's browser.",
+        description="Host names that a server without API keys answers to, besides addresses, the "
+        "machine's own name, names without a dot and private ones; `*` allows all.",
     )
     ui: bool = Field(True, description="Serve the page at /, a chat that shows the draft trees of its answers.")
     request_timeout_s: float = Field(
@@ -88,37 +85,38 @@ class ServerConfig(Options):
     )
     generation_config: Literal["auto", "none"] = Field(
         "auto",
-        description="Defaults of temperature, top_p, top_k, min_p and repetition_penalty: auto takes those of the "
-        "model's generation_config.json, none the API's own.",
+        description="auto: defaults of temperature, top_p, top_k, min_p and repetition_penalty "
+        "from the model's generation_config.json; none: the API's own.",
     )
     response_store_mib: int = Field(
         0,
         ge=0,
         le=65_536,
-        description="MiB of responses that each ingress replica keeps in memory for `previous_response_id`; 0 keeps "
-        "none. A response is known to the client's own key and to the replica that made it.",
+        description="MiB of responses that each ingress replica keeps in memory for "
+        "`previous_response_id`; 0 keeps none.",
     )
     tool_call_parser: ToolCallParserName | None = Field(
         None, description="Format in which the model writes tool calls; null recognizes it by the chat template."
     )
     reasoning_parser: ReasoningParserName | None = Field(
         None,
-        description="Format in which the model writes its reasoning, which replies then separate from the answer; "
-        "null leaves it in the text.",
+        description="Format of the model's reasoning, which replies then separate from the "
+        "answer; null leaves it in the text.",
     )
     log_level: Literal["debug", "info", "warning", "error", "critical"] = Field(
         "info", description="Minimum severity of log messages, in all processes of the application."
     )
     access_log: bool = Field(
-        False, description="Log one line per request: its ID (the header X-Request-Id), route, status and duration."
+        False, description="Log one line per request: its ID (X-Request-Id), route, status and duration."
     )
     otlp_traces_endpoint: str | None = Field(
         None,
         min_length=1,
         max_length=2048,
         pattern="^https?://",
-        description="URL that receives traces of requests by OTLP over HTTP, such as "
-        "`http://127.0.0.1:4318/v1/traces`; null disables traces. Needs the extra `otel`.",
+        description="URL that receives traces by OTLP over HTTP, such as "
+        "`http://127.0.0.1:4318/v1/traces`; null disables them. Needs the extra "
+        "`otel`.",
     )
     log_interval_s: float = Field(
         10.0, ge=0.1, le=3600.0, description="Seconds between statistics in the log while there is traffic."
@@ -127,8 +125,8 @@ class ServerConfig(Options):
         20.0,
         ge=0.0,
         le=1000.0,
-        description="Milliseconds for which tokens of a stream may be held, so that a chunk has the tokens of several "
-        "fast steps. A first token and the end of a reply are sent at once. 0 sends each step's tokens at once.",
+        description="Milliseconds for which tokens of a stream may be held, so that a chunk has "
+        "those of several fast steps; 0 sends each step's at once.",
     )
     metrics_interval_s: float = Field(1.0, ge=0.1, le=60.0, description="Seconds between exports of metrics to Ray.")
     lease_s: float = Field(
@@ -141,15 +139,15 @@ class ServerConfig(Options):
         30.0,
         ge=0.0,
         le=3600.0,
-        description="Seconds that requests of a lost engine wait for another engine to continue them, and new requests "
-        "for the next engine while a new version replaces the only one.",
+        description="Seconds that requests of a lost engine wait for another one, and new "
+        "requests for the next engine while a new version replaces the only one.",
     )
     step_timeout_s: float = Field(
         60.0,
         ge=1.0,
         le=3600.0,
-        description="Maximum duration of a step; after it the ranks are considered deadlocked and replaced. Must be "
-        "longer than the slowest step, such as a full prefill chunk on a CPU.",
+        description="Maximum duration of a step; after it the ranks are replaced. Must exceed the "
+        "slowest step, such as a full prefill chunk on a CPU.",
     )
     drain_s: float = Field(
         60.0, ge=1.0, le=3600.0, description="Seconds that a stopping replica has to finish its requests."
