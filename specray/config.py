@@ -22,6 +22,7 @@ DrafterName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 AttentionKernels = Literal["auto", "torch", "triton", "flashinfer", "fa"]
 ExpertKernels = Literal["auto", "torch", "triton"]
+ModelImpl = Literal["auto", "native", "transformers"]
 
 
 class Options(BaseModel):
@@ -400,6 +401,11 @@ class EngineConfig(Options):
     )
     hf_overrides: dict[str, Any] = Field(
         {}, description='Keys that replace those of the model\'s config.json, as JSON: `{"rope_scaling": {…}}`.'
+    )
+    model_impl: ModelImpl = Field(
+        "auto",
+        description="Which code computes the target: native, classes of this package; transformers, the modules of the "
+        "transformers package with this package's attention and matrices; auto takes native where there is one.",
     )
     chat_template: str | None = Field(
         None, min_length=1, description="File with a Jinja chat template; null takes the model's."

@@ -92,10 +92,11 @@ class VocabHead(Layer):
         group: RankGroup,
         quantization: str | None = None,
         is_screened: bool = False,
+        bias: Tensor | None = None,
     ) -> None:
         """`is_screened`: where the CPU kernels compute in the weight's own type, keep a copy that finds the largest."""
         super().__init__()
-        self.run = make_linear(weight, quantization=quantization)
+        self.run = make_linear(weight, bias, quantization)
         self.screen = self.run.screen_of(weight) if is_screened and isinstance(self.run, PackedMatrix) else None
         self._vocab_size = vocab_size
         self.group = group

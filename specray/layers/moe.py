@@ -110,7 +110,9 @@ EXPERTS_READ = (
 
 
 def reason_without_graphs(model: object) -> str | None:
-    """Why CUDA graphs cannot have this model; None if they can."""
+    """Why CUDA graphs cannot have this model; None if they can. A model's own `reason_without_graphs` comes first."""
+    if reason := getattr(model, "reason_without_graphs", None):
+        return str(reason)
     is_read = isinstance(model, nn.Module) and any(isinstance(part, ExpertList) for part in model.modules())
     return EXPERTS_READ if is_read else None
 

@@ -83,7 +83,7 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 def _rope(config: PretrainedConfig) -> dict[str, Any]:
-    return dict(config.rope_parameters or {})
+    return dict(getattr(config, "rope_parameters", None) or {})
 
 
 def _frequencies(config: PretrainedConfig, head_dim: int) -> tuple[Tensor, float]:

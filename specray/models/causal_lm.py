@@ -24,6 +24,7 @@ from specray.ops.attention import Attend, AttentionBackend
 from specray.ops.cpu.attention import PagedAttend, PagedAttention
 from specray.ops.cpu.layers import FusedLayers
 from specray.ops.largest_logits import LargestLogits
+from specray.ops.layer_attention import LayerAttention
 
 
 class CausalLM(nn.Module):
@@ -47,8 +48,9 @@ class CausalLM(nn.Module):
         self.head = VocabHead(head, shape.vocab_size, loader.group, loader.quantization, is_screened)
         self.max_positions = max_positions
         self.rotary = self.rotary_of(config, loader, max_positions)
-        self.fused: FusedLayers | None = None  # set by the loader, like the next two
+        self.fused: FusedLayers | None = None  # set by the loader, like the next three
         self.fused_forward: FusedForward | None = None
+        self.layer_attention: Sequence[LayerAttention] | None = None
         self.is_row_wise = False
         self.compiled: CompiledLayers | None = None  # set by `specray.models.compilation`
 

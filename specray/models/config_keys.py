@@ -6,7 +6,7 @@ nothing; a test goes through the keys of transformers' classes. Sizes are checke
 rotary positions in `specray.layers.rotary`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -90,13 +90,23 @@ NOT_COMPUTED_BY: Mapping[str, Mapping[str, tuple[object, ...]]] = {
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
-def check_keys(path: Path, config: PretrainedConfig) -> None:
-    """ConfigError for the first key of `path` that changes the arithmetic in a way that is not computed."""
-    refused = {**NOT_COMPUTED, **NOT_COMPUTED_BY.get(str(config.model_type), {})}
-    for name, neutral in refused.items():
+def check_keys(path: Path, config: PretrainedConfig, honoured: Collection[str] = ()) -> None:
+    """ConfigError for the first key of `path` that changes the arithmetic in a way that is not computed.
+
+    `honoured` are the fields of the configuration's class where transformers' own modules compute the model.
+    """
+    common = {name: neutral for name, neutral in NOT_COMPUTED.items() if name not in honoured}
+    for name, neutral in {**common, **NOT_COMPUTED_BY.get(str(config.model_type), {})}.items():
         _check(path, name, getattr(config, name, None), neutral)
-    rope: Any = config.rope_parameters or {}
-    _check(path, "rope_parameters.partial_rotary_factor", rope.get("partial_rotary_factor"), (1,))
+    if not honoured:
+        _check_rotary_and_layers(path, config)
+    elif "partial_rotary_factor" not in _rope(type(config)()):  # the rotary code of the class does not read it
+        _check(path, "partial_rotary_factor", _rope(config).get("partial_rotary_factor"), (1,))
+
+
+def _check_rotary_and_layers(path: Path, config: Any) -> None:
+    """transformers' modules compute these, or `specray.models.transformers_skeleton` refuses them."""
+    _check(path, "rope_parameters.partial_rotary_factor", _rope(config).get("partial_rotary_factor"), (1,))
     other = sorted(set(map(str, getattr(config, "layer_types", None) or ())) - _LAYER_TYPES)
     if other:
         raise ConfigError(
@@ -111,6 +121,10 @@ def check_keys(path: Path, config: PretrainedConfig) -> None:
             f"{path}: no_rope_layers takes the rotary positions from layer {without_rope[0]}, which is not supported; "
             "choose another model"
         )
+
+
+def _rope(config: Any) -> dict[str, Any]:
+    return dict(getattr(config, "rope_parameters", None) or {})
 
 
 def _check(path: Path, name: str, value: object, neutral: tuple[object, ...]) -> None:

@@ -64,7 +64,9 @@ class Loader:
                 f"{self._reader.path(name)}: tensor {name} is stored in {tensor.dtype} without a scale; its "
                 "config.json or the scale's tensor is missing: fetch the files again"
             )
-        return tensor.narrow(dim, *_span(part, shape[dim])).to(self.device, self.dtype)
+        if shape:
+            tensor = tensor.narrow(dim, *_span(part, shape[dim]))
+        return tensor.to(self.device, self.dtype)
 
     def weight(self, name: str, shape: tuple[int, int], part: slice = slice(None), dim: int = 0) -> Weight:
         """A matrix for a linear layer: the file's own groups if the model is quantised for a CPU, else `tensor`."""
@@ -78,6 +80,13 @@ class Loader:
         tensor = self._reader.get(name)
         self._note(name, tuple(tensor.shape), shape)
         return tensor
+
+    def any_shape(self, name: str) -> Tensor:
+        """Tensor `name`, whose shape the caller checks."""
+        tensor = self._reader.get(name)
+        self._read.add(name)
+        self._bar.update()
+        return tensor.to(self.device, self.dtype) if tensor.is_floating_point() else tensor.to(self.device)
 
     def vocab(self, name: str, shape: tuple[int, int]) -> Tensor:
         """This rank's ceil(vocab / ranks) rows of an embedding or output matrix, zeros past its end."""

@@ -1,14 +1,22 @@
-"""The supported architectures and their classes."""
+"""Which code computes a checkpoint's model: a class of MODELS, or transformers' own modules."""
 
 import json
 import logging
 import re
+from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from transformers import AutoConfig, PretrainedConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 
-from specray.config import EngineConfig
+from specray.config import EngineConfig, ModelImpl
 from specray.errors import ConfigError, first_of
 from specray.layers.parallel import RankGroup
 from specray.layers.rotary import has_fixed_length, num_positions
@@ -22,9 +30,10 @@ from specray.models.llama_config import LlamaConfig
 from specray.models.loading import Loader
 from specray.models.moe_models import Mixtral, Qwen3Moe
 from specray.models.quantized_formats import checkpoint_format
-from specray.models.target_model import ModelShape
+from specray.models.target_model import ModelShape, TargetModel
 from specray.ops.attention import torch_dtype
 from specray.ops.cpu.library import kernels
+from specray.ops.layer_attention import LayerAttention
 from specray.ops.linear import fixed_order
 from specray.ops.quantization import check_quantization
 
@@ -39,14 +48,8 @@ MODELS: dict[str, type[CausalLM]] = {
     "DeepseekV2ForCausalLM": Deepseek,
     "DeepseekV3ForCausalLM": Deepseek,
 }
-_SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "max_position_embeddings",
-)
+_COMMON_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+_SIZES = (*_COMMON_SIZES, "intermediate_size")
 _OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "sliding_window")
 MAX_SIZE = 2**31 - 1
 MAX_LAYERS = 10_000
@@ -54,31 +57,84 @@ MAX_LAYERS = 10_000
 logger = logging.getLogger(__name__)
 
 
-def load_config(folder: Path) -> PretrainedConfig:
-    """The checkpoint's config.json. ConfigError if the architecture is not supported."""
-    config = _read_config(folder)
-    _check_architecture(folder, next(iter(_architectures(config)), None))
-    _check_numbers(folder, config)
-    check_keys(folder / "config.json", config)
+def load_config(folder: Path, model_impl: ModelImpl = "auto") -> PretrainedConfig:
+    """The checkpoint's config.json, that of the language model of an image or audio model.
+
+    ConfigError if nothing computes the model in the way that `model_impl` asks for, see EngineConfig.
+    """
+    config = _native_config(folder, model_impl) or _transformers_config(folder)
     checkpoint_format(folder)  # refuses unknown ones before any weight is read
     return config
 
 
+def _native_config(folder: Path, model_impl: ModelImpl) -> PretrainedConfig | None:
+    """The configuration of a model of MODELS; None if transformers' modules should compute it."""
+    content = _content(folder)
+    name = _first_architecture(content)
+    if model_impl == "transformers" or (model_impl == "auto" and name not in MODELS and _has_modules(content)):
+        return None
+    if name is not None or content is None:
+        _check_architecture(folder, name)
+    config = _read_config(folder, content)
+    _check_architecture(folder, next(iter(_architectures(config)), None))
+    _check_numbers(folder, config, _SIZES, _OPTIONAL_SIZES)
+    _check_heads(folder, config)
+    try:
+        check_keys(folder / "config.json", config)
+    except ConfigError as error:
+        if model_impl == "native" or not _has_modules(content):
+            raise
+        logger.info("transformers' modules compute this model: %s", error)
+        return None
+    return config
+
+
+def _transformers_config(folder: Path) -> PretrainedConfig:
+    """The configuration of a model that transformers' modules compute."""
+    content = _content(folder)
+    _check_layers(folder, content)
+    if not _has_modules(content):
+        raise _unsupported(folder, _first_architecture(content))
+    whole = _auto_config(folder)
+    config: Any = whole.get_text_config(decoder=True)
+    if config is not whole:
+        config.architectures = whole.architectures
+        config.dtype = config.dtype or whole.dtype
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ConfigError(
+            f"{folder}: transformers has no causal language model for the text part, model_type={config.model_type}; "
+            "choose another model"
+        )
+    check_keys(folder / "config.json", config, honoured={field.name for field in fields(type(config))})
+    config.is_native = False
+    _check_numbers(folder, config, _COMMON_SIZES, ())
+    return cast("PretrainedConfig", config)
+
+
+def is_native(config: PretrainedConfig) -> bool:
+    """Whether a class of MODELS computes the model of a config that `load_config` has read."""
+    return bool(getattr(config, "is_native", True))
+
+
 def shape_of(config: PretrainedConfig, group: RankGroup) -> ModelShape:
     """Sizes of a model whose config `load_config` has read."""
-    return MODELS[_architectures(config)[0]].shape_of(config, group)
+    if is_native(config):
+        return MODELS[_architectures(config)[0]].shape_of(config, group)
+    from specray.models.transformers_model import transformers_shape  # imports transformers' models
+
+    return transformers_shape(config)
 
 
 def context_length(config: PretrainedConfig, wanted: int | None) -> int:
     """Longest prompt and output together: `wanted`, or the longest possible. ConfigError if `wanted` is longer.
 
-    YaRN and linear scaling extend the context by their factor. A sliding window limits it: within the window,
-    attention is full and the output exact.
+    YaRN and linear scaling extend the context by their factor. Attention in chunks limits it: within the first chunk it
+    is full attention.
     """
     longest, reason = num_positions(config), "that the checkpoint supports"
-    window = _window(config)
-    if window is not None and window < longest:
-        longest, reason = window, "of its sliding window, beyond which SpecRay does not compute such layers yet"
+    chunk = getattr(config, "attention_chunk_size", None)
+    if chunk is not None and chunk < longest:
+        longest, reason = chunk, "of its attention_chunk_size, beyond which SpecRay does not compute such layers yet"
     elif has_fixed_length(config):
         reason = f"for which SpecRay computes rope_type={config.rope_parameters['rope_type']}"
     if wanted is not None and wanted > longest:
@@ -89,16 +145,24 @@ def context_length(config: PretrainedConfig, wanted: int | None) -> int:
     return wanted or longest
 
 
-def _window(config: PretrainedConfig) -> int | None:
-    """Positions that a layer with a sliding window attends to; None if there is no such layer."""
-    layers = getattr(config, "layer_types", None)
-    is_used = getattr(config, "use_sliding_window", True) and (not layers or "sliding_attention" in layers)
-    window: int | None = getattr(config, "sliding_window", None)
-    return window if is_used else None
+def _layer_attention(config: PretrainedConfig, max_positions: int) -> list[LayerAttention] | None:
+    """How the layers of a model of MODELS attend; None if all do to everything."""
+    window = getattr(config, "sliding_window", None)
+    if window is None or window >= max_positions or not getattr(config, "use_sliding_window", True):
+        return None
+    types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return [LayerAttention(window=window if kind == "sliding_attention" else None) for kind in types]
 
 
 def check_ranks(config: PretrainedConfig, tp_size: int) -> None:
     """ConfigError if a model has fewer KV heads than there are ranks."""
+    if not is_native(config):
+        if tp_size > 1:
+            raise ConfigError(
+                f"tp_size={tp_size}: transformers' modules run on one rank; set tp_size: 1, or choose a model of "
+                f"{', '.join(MODELS)}"
+            )
+        return
     num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     if tp_size > num_kv_heads:
         raise ConfigError(f"tp_size={tp_size} is more than the model's {num_kv_heads} KV heads; lower tp_size")
@@ -129,9 +193,9 @@ def load_model(
     device: torch.device,
     progress: bool,
     screens_output: bool = False,
-) -> CausalLM:
+) -> TargetModel:
     """The model with this rank's part of the weights; `screens_output`: see Loader."""
-    model_config = load_config(folder)
+    model_config = load_config(folder, config.model_impl)
     check_ranks(model_config, group.size)
     dtype = resolve_dtype(config.dtype, model_config, device)
     check_quantization(config.quantization, device, dtype)
@@ -148,18 +212,30 @@ def load_model(
     )
     try:
         positions = context_length(model_config, config.context_length)
+        model: TargetModel
         with fixed_order(config.deterministic):
-            model = MODELS[_architectures(model_config)[0]](model_config, loader, positions)
+            if is_native(model_config):
+                model = _load_native(model_config, loader, positions)
+            else:
+                from specray.models.transformers_model import TransformersModel  # imports transformers' models
+
+                model = TransformersModel(model_config, loader, positions)
         if group.leads:
             _warn_of_unread(loader, model.shape.num_layers, _architectures(model_config)[0])
-        layers = list(model.layers)
-        model.fused, model.is_row_wise = fused_decoder(layers, model.rotary, model.shape.eps), are_row_wise(layers)
-        around = embed_and_head(model.embedding, model.norm, model.head, model.shape.vocab_size)
-        if model.fused is not None and around is not None:
-            model.fused_forward = FusedForward(model.fused, around, model.embedding.weight.dtype)
         return model
     finally:
         loader.close()
+
+
+def _load_native(config: PretrainedConfig, loader: Loader, max_positions: int) -> CausalLM:
+    model = MODELS[_architectures(config)[0]](config, loader, max_positions)
+    layers = list(model.layers)
+    model.layer_attention = _layer_attention(config, max_positions)
+    model.fused, model.is_row_wise = fused_decoder(layers, model.rotary, model.shape.eps), are_row_wise(layers)
+    around = embed_and_head(model.embedding, model.norm, model.head, model.shape.vocab_size)
+    if model.fused is not None and around is not None:
+        model.fused_forward = FusedForward(model.fused, around, model.embedding.weight.dtype)
+    return model
 
 
 def _warn_of_unread(loader: Loader, num_layers: int, architecture: str) -> None:
@@ -176,33 +252,66 @@ def _warn_of_unread(loader: Loader, num_layers: int, architecture: str) -> None:
         )
 
 
-def _read_config(folder: Path) -> PretrainedConfig:
+def _content(folder: Path) -> Any:
+    """config.json as it is; None if it is not JSON: transformers raises an error that describes the problem."""
     try:
-        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        known = _config_class(content.get("model_type"))
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
-        content, known = None, None  # transformers raises an error that describes the problem
-    _check_layers(folder, content)
+        return json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def _first_architecture(content: Any) -> str | None:
     names = content.get("architectures") if isinstance(content, dict) else None
-    if isinstance(names, list) and names:
-        _check_architecture(folder, str(names[0]))  # first: transformers may not know the model type either
+    return str(names[0]) if isinstance(names, list) and names else None
+
+
+def _has_modules(content: Any) -> bool:
+    """Whether transformers itself has this language model, alone or in an image or audio model."""
+    model_type = content.get("model_type") if isinstance(content, dict) else None
+    tables = (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    )
+    known = {table.get(model_type) for table in tables} if isinstance(model_type, str) else set()
+    return _first_architecture(content) in known - {None}
+
+
+def _read_config(folder: Path, content: Any) -> PretrainedConfig:
+    _check_layers(folder, content)
     try:
+        known = _config_class(content.get("model_type"))
         if known is not None:
             return known.from_dict(content)
+    except (TypeError, AttributeError):
+        pass  # as in `_content`
+    except Exception as error:
+        raise _unusable(folder, error) from error
+    return _auto_config(folder)
+
+
+def _auto_config(folder: Path) -> PretrainedConfig:
+    try:
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers does not wrap its own exceptions
-        raise ConfigError(
-            f"{folder / 'config.json'} cannot be used: {' '.join(str(error).split())}; fetch it again"
-        ) from error
+        raise _unusable(folder, error) from error
     return config
+
+
+def _unusable(folder: Path, error: Exception) -> ConfigError:
+    return ConfigError(f"{folder / 'config.json'} cannot be used: {' '.join(str(error).split())}; fetch it again")
 
 
 def _check_architecture(folder: Path, name: str | None) -> None:
     if name not in MODELS:
-        raise ConfigError(
-            f"{folder}: config.json has architectures=[{name or ''}], which is not supported; choose a model of one of "
-            f"{', '.join(MODELS)}"
-        )
+        raise _unsupported(folder, name)
+
+
+def _unsupported(folder: Path, name: str | None) -> ConfigError:
+    return ConfigError(
+        f"{folder}: config.json has architectures=[{name or ''}], which is not supported; choose a decoder that the "
+        f"installed version of transformers has, or one of {', '.join(MODELS)}"
+    )
 
 
 def _config_class(model_type: object) -> type[PretrainedConfig] | None:
@@ -225,15 +334,18 @@ def _check_layers(folder: Path, content: object) -> None:
             )
 
 
-def _check_numbers(folder: Path, config: PretrainedConfig) -> None:
+def _check_numbers(folder: Path, config: PretrainedConfig, sizes: Sequence[str], optional_sizes: Sequence[str]) -> None:
     """ConfigError unless sizes are positive integers and the norms' epsilon is a positive number."""
-    for name in (*_SIZES, *_OPTIONAL_SIZES):
+    for name in (*sizes, *optional_sizes):
         value = getattr(config, name, None)
-        if (name in _SIZES or value is not None) and (type(value) is not int or not 1 <= value <= MAX_SIZE):
+        if (name in sizes or value is not None) and (type(value) is not int or not 1 <= value <= MAX_SIZE):
             raise ConfigError(f"{folder / 'config.json'}: {name}={value!r} must be a whole number from 1; correct it")
-    eps = getattr(config, "rms_norm_eps", 1e-6)
+    eps = getattr(config, "rms_norm_eps", None) or 1e-6
     if not isinstance(eps, int | float) or not 0.0 < eps < 1.0:
         raise ConfigError(f"{folder / 'config.json'}: rms_norm_eps={eps!r} must be between 0 and 1; correct it")
+
+
+def _check_heads(folder: Path, config: PretrainedConfig) -> None:
     heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
     if kv_heads and heads % kv_heads:
         raise ConfigError(

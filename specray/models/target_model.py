@@ -9,6 +9,7 @@ from torch import Tensor
 from specray.layers.linear import VocabEmbedding, VocabHead
 from specray.ops.attention import Attend, AttentionBackend
 from specray.ops.largest_logits import LargestLogits
+from specray.ops.layer_attention import LayerAttention
 
 BEFORE_FINAL_NORM = -1  # an index of aux hidden states, see TargetModel
 
@@ -41,6 +42,7 @@ class TargetModel(Protocol):
     is_row_wise: bool  # apart from attention, a row's result has the same bits whatever the other rows are
 
     can_round_kv: bool  # whether its KV may lie in a pool in int8
+    layer_attention: Sequence[LayerAttention] | None  # None: all layers attend in the default way
 
     @property
     def shape(self) -> ModelShape: ...

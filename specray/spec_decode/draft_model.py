@@ -73,7 +73,8 @@ class StandaloneDrafter:
         # The target may not have reserved a KV slot for the root yet.
         roots, nodes = scratch[:, :1], scratch[:, 1:]
         padding_slot = target.num_slots + scratch.numel()
-        attention = make_backend(target.attention_backend, model.make_pool(padding_slot + 1), model.num_heads)
+        pool = model.make_pool(padding_slot + 1)
+        attention = make_backend(target.attention_backend, pool, model.num_heads, layers=model.layer_attention)
         last_position = model.context_length - 1
         self._kv = DraftKV(attention, shape, last_position, padding_slot, nodes, extra=roots, reads_next_token=False)
         self.reason_without_graphs = attention_without_graphs(attention) or model.reason_without_graphs
@@ -207,7 +208,8 @@ class DraftModel:
         self._dtype = dtype
         self.reason_without_graphs = reason_without_graphs(model)
         self.network: TreeNetwork | None = None
-        if isinstance(model, CausalLM):
+        self.layer_attention = model.layer_attention
+        if isinstance(model, CausalLM) and model.layer_attention is None:
             self.network = tree_network(
                 model.fused, model.embedding, None, model.norm, head, ids, self.vocab_size, output_is_normed=True
             )
@@ -249,7 +251,7 @@ def load_draft_model(config: SpeculativeConfig, target: TargetView) -> DraftMode
         moe_runner_backend=target.moe_runner_backend,
     )
     model = load_model(folder, options, RankGroup(), target.device, progress=False)
-    if target.model is not None:
+    if target.model is not None and isinstance(model, CausalLM):
         _share_matrices(model, target.model)
     ids = configured_token_map(config, target)
     ids = None if ids is None else ids[ids < num_tokens].to(target.device)

@@ -36,7 +36,7 @@ def check_model_files(config: EngineConfig, *, progress: bool = False, uses_samp
 
 def _read_target(config: EngineConfig, progress: bool) -> TargetFiles:
     folder = target_folder(config, progress=progress)
-    model_config = load_config(folder)
+    model_config = load_config(folder, config.model_impl)
     shape = shape_of(model_config, RankGroup())
     check_ranks(model_config, config.tp_size)
     context_length(model_config, config.context_length)

@@ -39,7 +39,7 @@ class LoadedTarget:
         if config.kv_cache_dtype == "int8":
             check_int8_kv(config.attention_backend, device)
         self.model = model or load_model(folder, config, group, device, progress, screens_output=True)
-        model_config = load_config(folder)
+        model_config = load_config(folder, config.model_impl)
         if config.kv_cache_dtype == "int8" and not self.model.can_round_kv:
             raise ConfigError(
                 "kv_cache_dtype=int8 is not supported for multi-head latent attention, whose rows mix a latent and "
@@ -58,6 +58,7 @@ class LoadedTarget:
             shape.num_local_heads,
             config.page_size,
             config.speculative.attention_mode,
+            self.model.layer_attention,
         )
         self.runner = make_runner(self.model, kv, attention)
         if config.deterministic and not self._has_fixed_sums:

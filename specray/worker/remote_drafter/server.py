@@ -167,7 +167,7 @@ def remote_target_view(config: EngineConfig) -> TargetView:
     """
     device = choose_device(config, rank=0)
     folder = target_folder(config, progress=False)
-    model_config = load_config(folder)
+    model_config = load_config(folder, config.model_impl)
     return TargetView(
         model=None,
         shape=shape_of(model_config, RankGroup()),

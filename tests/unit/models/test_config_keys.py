@@ -11,6 +11,7 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
     DeepseekV3Config,
+    Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -22,7 +23,7 @@ from transformers import (
 
 from specray.errors import ConfigError
 from specray.models.config_keys import NOT_COMPUTED, NOT_COMPUTED_BY
-from specray.models.registry import context_length, load_config
+from specray.models.registry import context_length, is_native, load_config
 from specray.models.target_matrices import TargetMatrices
 from specray.sampling_params import SamplingParams
 from tests.support.architectures import SMALL_SIZES, spread
@@ -161,7 +162,7 @@ def test_each_key_of_a_config_class_is_computed_or_refused_or_changes_nothing(
     write(kind, tmp_path)
     change_config(tmp_path, **{key: {"hidden_act": "gelu"}.get(key, True)})
     with pytest.raises(ConfigError, match=key):
-        load_config(tmp_path)
+        load_config(tmp_path, "native")
 
 
 @pytest.mark.parametrize("kind", ["llama", "deepseek_v2"])
@@ -169,16 +170,27 @@ def test_each_key_of_a_config_class_is_computed_or_refused_or_changes_nothing(
 def test_a_key_that_is_not_computed_is_refused_by_name_unless_its_value_changes_nothing(
     kind: str, key: str, tmp_path: Path
 ) -> None:
+    """transformers' modules compute the keys that their configuration class has."""
     make, options = _CLASSES[kind]
     architecture = AutoModelForCausalLM._model_mapping[make].__name__
     config = make(**SMALL_SIZES | options, architectures=[architecture]).to_dict()
     for value in (*NOT_COMPUTED[key], *([] if hasattr(make(), key) else [None])):
         (tmp_path / "config.json").write_text(json.dumps({**config, key: value}))
-        load_config(tmp_path)
+        assert is_native(load_config(tmp_path))
     for value in ("gelu", "gelu_pytorch_tanh", "relu") if key == "hidden_act" else (0.37, "other"):
         (tmp_path / "config.json").write_text(json.dumps({**config, key: value}))
         with pytest.raises(ConfigError, match=f"{key}.*{value!r}"):
-            load_config(tmp_path)
+            load_config(tmp_path, "native")
+        if not hasattr(make, key):
+            with pytest.raises(ConfigError, match=f"{key}.*{value!r}"):
+                load_config(tmp_path)
+
+
+@pytest.mark.parametrize("changes", [{"mlp_bias": True}, {"hidden_act": "gelu"}])
+def test_transformers_modules_compute_what_the_native_class_does_not(changes: dict[str, Any], tmp_path: Path) -> None:
+    expected = write("llama", tmp_path, **changes)
+    assert not is_native(load_config(tmp_path))
+    torch.testing.assert_close(logits(load(tmp_path), TOKENS), expected, atol=1e-4, rtol=1e-4)
 
 
 ROPE: dict[str, dict[str, Any]] = {
@@ -221,17 +233,17 @@ def test_logits_up_to_the_end_of_a_scaled_context_equal_those_of_transformers(
     torch.testing.assert_close(logits(load(tmp_path), tokens), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_only_layers_with_a_sliding_window_limit_the_context(tmp_path: Path) -> None:
-    make, options = _CLASSES["qwen2"]
-
-    def longest(**changes: Any) -> int:
-        make(**SMALL_SIZES | options | changes, architectures=["Qwen2ForCausalLM"]).save_pretrained(tmp_path)
+def test_chunks_of_attention_limit_the_context_and_windows_do_not(tmp_path: Path) -> None:
+    def longest(config: PretrainedConfig) -> int:
+        config.save_pretrained(tmp_path)
         return context_length(load_config(tmp_path), None)
 
-    assert longest(sliding_window=64, use_sliding_window=False) == CONTEXT
-    assert longest(sliding_window=64, use_sliding_window=True, max_window_layers=2) == CONTEXT
-    assert longest(sliding_window=64, use_sliding_window=True, max_window_layers=1) == 64
-    with pytest.raises(ConfigError, match=r"65 is more than the 64 positions of its sliding window.*SpecRay does not"):
+    make, options = _CLASSES["qwen2"]
+    windows = {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}
+    assert longest(make(**SMALL_SIZES | options | windows, architectures=["Qwen2ForCausalLM"])) == CONTEXT
+    sizes = {"architectures": ["Llama4ForCausalLM"], "attention_chunk_size": 64}
+    assert longest(Llama4TextConfig(**SMALL_SIZES, **sizes)) == 64
+    with pytest.raises(ConfigError, match=r"65 is more than the 64 positions of its attention_chunk_size.*SpecRay doe"):
         context_length(load_config(tmp_path), 65)
 
 
@@ -274,7 +286,7 @@ def test_tensors_without_effect_are_logged(tmp_path: Path, caplog: pytest.LogCap
     )
 
 
-@pytest.mark.parametrize("model_type", ["gemma3_text", "gpt_oss", "a_model_of_next_year"])
+@pytest.mark.parametrize("model_type", ["llama", "gpt_oss", "a_model_of_next_year"])
 def test_another_architecture_is_refused_with_those_that_are_served(model_type: str, tmp_path: Path) -> None:
     config = SMALL_SIZES | {"model_type": model_type, "architectures": ["NextForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -1,0 +1,159 @@
+"""The layers that take the place of transformers' own: packed linears, and experts as packed linears.
+
+They compute each row of a batch alike, whatever the other rows are, where `specray.ops.linear` has such kernels.
+"""
+
+from collections.abc import Collection
+from copy import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specray.layers.module import Layer
+from specray.layers.norm import RMSNorm
+from specray.ops.cpu.library import kernels_on
+from specray.ops.grouped_weight import Weight
+from specray.ops.linear import Linear, is_row_wise, make_gated, make_linear
+
+
+class FlatLinear(Layer):
+    """y = x W^T + b for x [..., in], in place of an nn.Linear. Modules ask `weight`, which is empty, for its type."""
+
+    def __init__(self, weight: Weight, bias: Tensor | None, quantization: str | None, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = torch.empty(0, dtype=weight.dtype if isinstance(weight, Tensor) else dtype)
+        self.out_features, self.in_features = weight.shape
+        self.run = make_linear(weight, bias, quantization)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
+
+
+class GatedUnits(Layer):
+    """down(silu(gate(x)) * up(x)) for x [..., in], in place of a module that `computes_gated_units`."""
+
+    def __init__(self, gate: Weight, up: Weight, down: Weight, quantization: str | None, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.run = make_gated(gate, up, quantization)
+        self.down_proj = FlatLinear(down, None, quantization, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.run(x.reshape(-1, x.shape[-1]))).view(x.shape)
+
+
+def computes_gated_units(module: nn.Module) -> bool:
+    """Whether a module is GatedUnits of its three linears. It is tried with other functions in their place."""
+    linears = ("gate_proj", "up_proj", "down_proj")
+    own = {name: part for name, part in module.named_children() if name != "act_fn"}
+    if own.keys() != set(linears) or any(type(part) is not nn.Linear or part.bias is not None for part in own.values()):
+        return False
+    if any(True for _ in module.named_parameters(recurse=False)):
+        return False
+    trial = copy(module)
+    trial._modules = {**module._modules, "gate_proj": _Times(2.0), "up_proj": _Times(3.0), "down_proj": _Times(5.0)}
+    x = torch.linspace(-4.0, 4.0, 64).view(1, 8, 8)
+    try:
+        return torch.equal(trial(x), F.silu(x * 2.0) * (x * 3.0) * 5.0)
+    except (RuntimeError, TypeError, AttributeError):  # it takes or does something else
+        return False
+
+
+def as_rms_norm(module: nn.Module) -> RMSNorm | None:
+    """The kernel's norm that computes what `module` does; None if it is another function. It is tried out."""
+    weight = module._parameters.get("weight")
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not type(module).__name__.endswith("RMSNorm") or weight is None or weight.dim() != 1 or not eps:
+        return None
+    if kernels_on(weight.device) is None or len(module._parameters) != 1:
+        return None
+    trial, size = copy(module), (len(weight),)
+    tried = torch.linspace(-1.0, 2.0, *size)
+    trial._parameters = {"weight": nn.Parameter(tried)}
+    x = torch.linspace(-3.0, 4.0, 3 * len(weight)).sin().view(3, -1)
+    with torch.no_grad():
+        result = trial(x)
+    for shift in (0.0, 1.0):  # Gemma's weights are differences from 1
+        if torch.allclose(result, F.rms_norm(x, size, tried + shift, eps), rtol=1e-5, atol=1e-5):
+            return RMSNorm(weight.data.float().add(shift).to(weight.dtype) if shift else weight.data, eps)
+    return None
+
+
+class _Times(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self._factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self._factor
+
+
+class PackedExperts:
+    """The experts of one of transformers' modules, one after the other, each for its tokens.
+
+    The module keeps its activation and how it combines gate and up. A token's sum runs in the order of the experts.
+    """
+
+    def __init__(self, module: Any, quantization: str | None) -> None:
+        """Takes the weights out of `module`."""
+        up_name = "gate_up_proj" if module.has_gate else "up_proj"
+        self._up = _linears(module, up_name, quantization)
+        self._down = _linears(module, "down_proj", quantization)
+
+    @property
+    def is_row_wise(self) -> bool:
+        """Whether a token's result has the same bits whatever the other tokens are."""
+        return all(map(is_row_wise, (*self._up, *self._down)))
+
+    def __call__(self, module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """[T, hidden] from hidden [T, hidden], chosen int64 [T, k] and weights [T, k]."""
+        out = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
+        # A host copy, which saves the experts without tokens. Modules write the number of experts for "none".
+        for index in sorted(set(chosen.flatten().tolist()) - {len(self._up)}):
+            tokens, places = (chosen == index).nonzero(as_tuple=True)
+            inner = self._up[index](hidden[tokens])
+            inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+            result = self._down[index](inner)
+            if module.has_post_expert_norm:
+                result = module.post_expert_norm(result)
+            out.index_add_(0, tokens, result.float() * weights[tokens, places, None].float())
+        return out.to(hidden.dtype)
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module's weights are those of transformers' experts interface."""
+    return hasattr(module, "has_gate") and hasattr(module, "is_transposed")
+
+
+def _linears(module: Any, name: str, quantization: str | None) -> list[Linear]:
+    """One for each matrix of parameter `name` [experts, out, in], or [experts, in, out] if the module transposes."""
+    weights = getattr(module, name).data
+    biases = getattr(module, f"{name}_bias").data if module.has_bias else [None] * len(weights)
+    for parameter in (name, f"{name}_bias") if module.has_bias else (name,):
+        delattr(module, parameter)
+    return [
+        make_linear((weight.t() if module.is_transposed else weight).contiguous(), bias, quantization)
+        for weight, bias in zip(weights, biases, strict=True)
+    ]
+
+
+# Operations of torch that compute each row of a batch alike, with vector instructions or without. The others of these
+# (matrix products, but also sigmoid and gelu) have last bits that depend on a number's place.
+_ROW_WISE = {
+    *("_to_copy", "add", "alias", "arange", "cat", "clone", "copy_", "cos", "detach", "div", "embedding", "empty"),
+    *("empty_like", "expand", "eq", "index_select", "lift_fresh", "mean", "mul", "native_layer_norm", "neg"),
+    *("new_empty", "new_zeros", "permute", "pow", "select", "sin", "slice", "split", "split_with_sizes", "stack"),
+    *("sub", "t", "transpose", "unbind", "unsqueeze", "squeeze", "view", "_unsafe_view", "zeros", "zeros_like"),
+    *("constant_pad_nd", "reshape", "add_", "mul_", "_reshape_alias", "narrow", "ones", "full", "unsafe_split"),
+}
+
+
+def computes_rows_alike(body: nn.Module, operations: Collection[str]) -> bool:
+    """Whether a row's result has the same bits whatever the other rows are, apart from attention.
+
+    `operations` are torch's, that a pass ran.
+    """
+    functions: list[Any] = [part.run for part in body.modules() if isinstance(part, FlatLinear | GatedUnits)]
+    functions += [part.packed_experts for part in body.modules() if hasattr(part, "packed_experts")]
+    return all(map(is_row_wise, functions)) and _ROW_WISE.issuperset(operations)

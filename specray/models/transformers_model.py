@@ -1,0 +1,220 @@
+"""Any decoder of transformers as a TargetModel: its modules, with our attention, linears, experts and output matrix.
+
+A step is one flat batch [1, T] with explicit positions, so that prefill, trees and the prefix cache are the same code
+as for other models. What the modules compute beside attention and matrices is theirs, and so are all the keys of
+`config.json`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from specray.errors import ConfigError
+from specray.layers.linear import VocabEmbedding, VocabHead
+from specray.layers.parallel import RankGroup
+from specray.models.loading import Loader
+from specray.models.target_model import BEFORE_FINAL_NORM, ModelShape, StepForward
+from specray.models.transformers_head import FinishedHead, Operations
+from specray.models.transformers_layers import computes_rows_alike
+from specray.models.transformers_skeleton import (
+    UNREAD_MASK_SHAPE,
+    AttentionCall,
+    attention_calls,
+    build_skeleton,
+    computing,
+    decoder_of,
+)
+from specray.models.transformers_weights import StoredNames, load_weights
+from specray.ops.attention import Attend, AttentionBackend
+from specray.ops.grouped_weight import Weight
+from specray.ops.largest_logits import LargestLogits
+from specray.ops.layer_attention import LayerAttention, pack_kv
+
+
+def transformers_shape(config: PretrainedConfig) -> ModelShape:
+    """Sizes of the model that a TransformersModel of `config` is. ConfigError if it cannot be one."""
+    skeleton = build_skeleton(config, torch.float32)
+    return _shape(config, attention_calls(skeleton))
+
+
+class TransformersModel(nn.Module):
+    """transformers' modules of one causal language model."""
+
+    can_round_kv = True
+    reason_without_graphs = "transformers' modules may read on the host what they compute"
+
+    def __init__(self, config: PretrainedConfig, loader: Loader, max_positions: int) -> None:
+        super().__init__()
+        model = build_skeleton(config, loader.dtype)
+        calls = attention_calls(model)
+        body = decoder_of(model)
+        self._layers = _decoder_layers(body, len(calls))
+        stored = load_weights(model, loader)
+        embedding = model.get_input_embeddings().weight.data
+        self.shape = replace(_shape(model.config, calls), tied=stored.output is None)
+        self.max_positions = max_positions
+        self.embedding = VocabEmbedding(embedding, RankGroup())
+        is_screened = loader.screens_output and loader.group.size == 1
+        matrix, bias = _output_matrix(stored, loader, embedding)
+        self.head: VocabHead = FinishedHead(
+            matrix, bias, self.shape.vocab_size, loader.group, loader.quantization, is_screened, model, body
+        )
+        self._body = body
+        self._streams = _Streams(self._layers)
+        sinks, operations = self._trial()
+        self.is_row_wise = computes_rows_alike(body, operations)
+        self._pooled = [_pooled(call, sinks, max_positions) for call, sinks in zip(calls, sinks, strict=True)]
+        self.layer_attention: Sequence[LayerAttention] | None = None if _are_default(self._pooled) else self._pooled
+
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, attend: Attend, aux_hidden_state_layers: Sequence[int] = ()
+    ) -> tuple[Tensor, list[Tensor]]:
+        """See TargetModel."""
+        mask = torch.empty(UNREAD_MASK_SHAPE, device=token_ids.device)
+        self._streams.start(aux_hidden_state_layers)
+        with computing(_PooledAttention(attend, self._pooled), _mix):
+            out = self._body(
+                input_ids=token_ids[None], position_ids=positions[None], attention_mask=mask, use_cache=False
+            )
+        final: Tensor = out[0][0]
+        states = self._streams.taken | {self.shape.num_layers: final}
+        return final, [states[index] for index in aux_hidden_state_layers]
+
+    def _trial(self) -> tuple[list[Tensor | None], set[str]]:
+        """Each layer's sinks, and the operations of torch that a pass runs."""
+        sinks: list[Tensor | None] = []
+
+        def attention(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:  # noqa: ARG001
+            sinks.append(call.sinks)
+            return v.repeat_interleave(call.num_heads // call.num_kv_heads, 1).transpose(1, 2)
+
+        positions = torch.arange(2, device=self.embedding.weight.device)
+        mask = torch.empty(UNREAD_MASK_SHAPE, device=positions.device)
+        self._streams.start(())
+        with torch.no_grad(), Operations() as operations, computing(attention, _mix):
+            ids = torch.zeros_like(positions)
+            self._body(input_ids=ids[None], position_ids=positions[None], attention_mask=mask, use_cache=False)
+        return sinks, operations.names
+
+    def logits(self, hidden_states: Tensor) -> Tensor:
+        """float32 [n, vocab] from final hidden states [n, hidden]."""
+        return self.head(hidden_states)
+
+    def with_logits(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        places: Tensor | None,
+        aux_hidden_state_layers: Sequence[int] = (),
+        only_largest: bool = False,
+    ) -> tuple[Tensor, Tensor | LargestLogits, list[Tensor]]:
+        """See TargetModel."""
+        final, states = self(token_ids, positions, attend, aux_hidden_state_layers)
+        rows = final if places is None else final.index_select(0, places)
+        return final, self.head.shard(rows, only_largest), states
+
+    def step_forward(self, attention: AttentionBackend) -> StepForward:  # noqa: ARG002
+        """See TargetModel."""
+        return self.with_logits
+
+
+class _PooledAttention:
+    """The attention of one pass: layer after layer, with keys and values in the KV pool."""
+
+    def __init__(self, attend: Attend, layers: Sequence[LayerAttention]) -> None:
+        self._attend = attend
+        self._layers = layers
+        self._layer = 0
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
+        head_dim = self._layers[self._layer].head_dim
+        rows = q[0].transpose(0, 1)
+        if call.qk_dim < head_dim:
+            rows = F.pad(rows, (0, head_dim - call.qk_dim))
+        out = self._attend(
+            self._layer, rows.contiguous(), pack_kv(k[0].transpose(0, 1), v[0].transpose(0, 1), head_dim)
+        )
+        self._layer += 1
+        return out.view(1, len(rows), call.num_heads, head_dim)[..., : call.v_dim]
+
+
+def _pooled(call: AttentionCall, sinks: Tensor | None, max_positions: int) -> LayerAttention:
+    """How the kernels compute a layer: its keys and values have one size, the larger one's."""
+    window = call.window if call.window is not None and call.window < max_positions else None
+    head_dim = max(call.qk_dim, call.v_dim)
+    scale = None if call.has_default_scale and head_dim == call.qk_dim else call.scale or call.qk_dim**-0.5
+    return LayerAttention(window, scale, call.softcap, sinks, call.num_heads, call.num_kv_heads, head_dim)
+
+
+def _are_default(layers: Sequence[LayerAttention]) -> bool:
+    """Whether every layer attends to all keys, and all have the same sizes."""
+    sizes = {(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers}
+    parts = [part for layer in layers for part in (layer.window, layer.scale, layer.softcap, layer.sinks)]
+    return len(sizes) == 1 and all(part is None for part in parts)
+
+
+def _mix(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    mixed: Tensor = module.packed_experts(module, hidden, chosen, weights)
+    return mixed
+
+
+class _Streams:
+    """The residual streams that enter the layers of a pass, and the one that leaves the last, as far as wanted."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self.taken: dict[int, Tensor] = {}
+        self._wanted: frozenset[int] = frozenset()
+        for index, layer in enumerate(layers):
+            layer.register_forward_pre_hook(self._hook(index), with_kwargs=True)
+        layers[-1].register_forward_hook(self._last)
+
+    def start(self, wanted: Sequence[int]) -> None:
+        """A new pass, whose streams of layers `wanted` are kept."""
+        self._wanted, self.taken = frozenset(wanted), {}
+
+    def _hook(self, index: int) -> Any:
+        def take(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if index in self._wanted:
+                self.taken[index] = (args[0] if args else kwargs["hidden_states"])[0]
+
+        return take
+
+    def _last(self, _: nn.Module, __: Any, output: Any) -> None:
+        if BEFORE_FINAL_NORM in self._wanted:
+            self.taken[BEFORE_FINAL_NORM] = (output[0] if isinstance(output, tuple) else output)[0]
+
+
+def _decoder_layers(body: nn.Module, count: int) -> list[nn.Module]:
+    found = [part for part in body.modules() if isinstance(part, nn.ModuleList) and len(part) == count]
+    if not found:
+        raise ConfigError(f"{type(body).__name__} has no list of {count} layers; choose another model")
+    return list(found[0])
+
+
+def _shape(config: Any, calls: Sequence[AttentionCall]) -> ModelShape:
+    widest = max(calls, key=lambda call: call.num_kv_heads * max(call.qk_dim, call.v_dim))
+    return ModelShape(
+        num_layers=len(calls),
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        eps=getattr(config, "rms_norm_eps", None) or 1e-6,
+        tied=bool(config.tie_word_embeddings),
+        num_local_heads=widest.num_heads,
+        num_local_kv_heads=widest.num_kv_heads,
+        head_dim=max(widest.qk_dim, widest.v_dim),
+    )
+
+
+def _output_matrix(stored: StoredNames, loader: Loader, embedding: Tensor) -> tuple[Weight, Tensor | None]:
+    """The output matrix [vocab, hidden] and its bias: the embedding, if the checkpoint has no other."""
+    shape = (embedding.shape[0], embedding.shape[1])
+    name = stored.output or stored.embedding
+    matrix = loader.vocab_weight(name, shape) if name is not None else embedding
+    bias = None if stored.output_bias is None else loader.tensor(stored.output_bias, shape[:1])
+    return matrix, bias

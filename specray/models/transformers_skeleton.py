@@ -1,0 +1,189 @@
+"""transformers' own decoder of a configuration, without weights, and how its layers call attention.
+
+Only classes that transformers itself contains are built; no code of a checkpoint runs. They live on the meta device,
+so that a model of any size takes no memory, and a pass over it says which attention each layer computes. Importing this
+module takes seconds, because it imports transformers' models.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PretrainedConfig
+from transformers.initialization import no_init_weights
+from transformers.integrations.moe import ExpertsInterface
+
+from specray.errors import ConfigError
+
+IMPLEMENTATION = "specray"  # the name of our functions in transformers' interfaces
+# A mask of four dimensions is taken as it is. Ours is never read: AttentionBatch says which keys a query sees.
+UNREAD_MASK_SHAPE = (1, 1, 1, 1)
+_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+
+
+class Attention(Protocol):
+    """What a pass's layers call, in their order, each once."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: "AttentionCall") -> Tensor:
+        """[1, T, heads, v_dim] from q [1, heads, T, qk_dim], k [1, kv_heads, T, qk_dim], v [1, kv_heads, T, v_dim]."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionCall:
+    """What a layer asks of attention. Sizes are those of the tensors that it passes."""
+
+    num_heads: int
+    num_kv_heads: int
+    qk_dim: int
+    v_dim: int
+    scale: float | None  # None: 1 / sqrt(qk_dim)
+    window: int | None
+    softcap: float | None
+    sinks: Tensor | None  # [heads]
+
+    @property
+    def has_default_scale(self) -> bool:
+        """Whether scores are divided by the root of the width of queries and keys."""
+        return self.scale is None or math.isclose(self.scale, self.qk_dim**-0.5, rel_tol=1e-12)
+
+
+_attention: ContextVar[Attention] = ContextVar("attention")
+# experts(module, hidden [T, hidden], chosen int64 [T, k], weights [T, k]) -> [T, hidden]
+Experts = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
+_experts: ContextVar[Experts] = ContextVar("experts")
+
+
+@contextmanager
+def computing(attention: Attention, experts: Experts) -> Iterator[None]:
+    """Within it, transformers' modules call these."""
+    tokens = _attention.set(attention), _experts.set(experts)
+    try:
+        yield
+    finally:
+        _attention.reset(tokens[0])
+        _experts.reset(tokens[1])
+
+
+def _attend(
+    module: nn.Module,  # noqa: ARG001
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,  # noqa: ARG001
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """See AttentionInterface."""
+    heads, kv_heads = query.shape[1], key.shape[1]
+    call = AttentionCall(heads, kv_heads, query.shape[-1], value.shape[-1], scaling, sliding_window, softcap, s_aux)
+    return _attention.get()(query, key, value, call), None
+
+
+def _mix(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """See ExpertsInterface."""
+    return _experts.get()(module, hidden_states, top_k_index, top_k_weights)
+
+
+AttentionInterface.register(IMPLEMENTATION, _attend)
+AttentionMaskInterface.register(IMPLEMENTATION, lambda *_, **__: None)
+ExpertsInterface.register(IMPLEMENTATION, _mix)
+
+
+def build_skeleton(config: PretrainedConfig, dtype: torch.dtype) -> Any:
+    """transformers' causal language model (a PreTrainedModel) on the meta device. ConfigError if it has none.
+
+    Its attention and experts call what `computing` sets.
+    """
+    try:
+        with torch.device("meta"), no_init_weights():
+            model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                config, attn_implementation=IMPLEMENTATION, dtype=dtype, trust_remote_code=False
+            )
+    except KeyError as error:
+        raise ConfigError(
+            f"transformers' modules of model_type={config.model_type} do not call an attention function that can be "
+            "replaced, so there are no KV blocks and no draft trees for them; choose another model"
+        ) from error
+    except Exception as error:  # the classes raise whatever their arithmetic on a damaged configuration raises
+        raise ConfigError(
+            f"transformers cannot build model_type={config.model_type} from config.json: {' '.join(str(error).split())}"
+        ) from error
+    if any(hasattr(module, "has_gate") for module in model.modules()):  # of use_experts_implementation
+        model.set_experts_implementation(IMPLEMENTATION)
+    return model.eval()
+
+
+def attention_calls(model: Any) -> list[AttentionCall]:
+    """How each layer of a skeleton calls attention, in order.
+
+    ConfigError if a layer keeps something else than keys and values, or masks in a way that it does not pass on.
+    """
+    calls: list[AttentionCall] = []
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:  # noqa: ARG001
+        calls.append(call)
+        return q.new_empty(1, q.shape[2], q.shape[1], v.shape[-1])
+
+    config = model.config
+    _check_layer_types(config)
+    try:
+        with (
+            torch.no_grad(),
+            torch.device("meta"),
+            computing(attention, lambda _, hidden, *__: torch.empty_like(hidden)),
+        ):
+            zeros, mask = torch.zeros(1, 2, dtype=torch.int64), torch.empty(UNREAD_MASK_SHAPE)
+            decoder_of(model)(input_ids=zeros, position_ids=zeros, attention_mask=mask, use_cache=False)
+    except Exception as error:
+        raise ConfigError(
+            f"transformers' modules of model_type={config.model_type} cannot run over one flat batch of tokens: "
+            f"{' '.join(str(error).split())}; choose another model"
+        ) from error
+    _check_calls(config, calls)
+    return calls
+
+
+def decoder_of(model: Any) -> nn.Module:
+    """The part of a causal language model that gives the final hidden states."""
+    embedding = model.get_input_embeddings()
+    body: nn.Module = next(child for child in model.children() if any(part is embedding for part in child.modules()))
+    return body
+
+
+def _check_layer_types(config: Any) -> None:
+    others = sorted(set(map(str, getattr(config, "layer_types", None) or ())) - _LAYER_TYPES)
+    if others:
+        raise ConfigError(
+            f"model_type={config.model_type} has layers of type {others[0]}, which keep a state for each request "
+            "instead of keys and values; that is not served yet: choose another model"
+        )
+    if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", None):
+        raise ConfigError(f"model_type={config.model_type} attends to later tokens, so it is no decoder")
+
+
+def _check_calls(config: Any, calls: list[AttentionCall]) -> None:
+    kind, num_layers = config.model_type, config.num_hidden_layers
+    if len(calls) != num_layers:
+        raise ConfigError(
+            f"transformers' modules of model_type={kind} call attention {len(calls)} times in {num_layers} layers; "
+            "served are layers with attention, and once: choose another model"
+        )
+    types = getattr(config, "layer_types", None) or []
+    silent = [
+        layer
+        for layer, (layer_type, call) in enumerate(zip(types, calls, strict=False))
+        if layer_type == "sliding_attention" and call.window is None
+    ]
+    if silent:
+        raise ConfigError(
+            f"layer {silent[0]} of model_type={kind} has a sliding window that its modules do not pass to attention; "
+            "choose another model"
+        )

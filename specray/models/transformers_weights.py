@@ -1,0 +1,233 @@
+"""Loads a checkpoint into transformers' modules, tensor by tensor.
+
+transformers' own tables say which tensors of a checkpoint become which parameter: names that differ, experts that are
+stored one by one. As soon as a module has its weights, it is packed: no more than one module is in memory twice.
+"""
+
+import re
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.pytorch_utils import Conv1D
+
+from specray.errors import ConfigError, first_of
+from specray.models.loading import Loader
+from specray.models.transformers_layers import (
+    FlatLinear,
+    GatedUnits,
+    PackedExperts,
+    as_rms_norm,
+    computes_gated_units,
+    is_experts,
+)
+
+# How checkpoints of image and audio models name the parts of their language model.
+_LANGUAGE_MODEL = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredNames:
+    """How the checkpoint names tensors; None if it has no such tensor, or not as one."""
+
+    embedding: str | None
+    output: str | None
+    output_bias: str | None
+
+
+def load_weights(model: Any, loader: Loader) -> StoredNames:
+    """Fill the skeleton `model`, and replace its linears and experts; not its output matrix, which is left empty.
+
+    ConfigError if the checkpoint lacks a tensor.
+    """
+    _make_buffers(model, loader.device)
+    embedding = _name_of(model, model.get_input_embeddings())
+    output = _name_of(model, model.get_output_embeddings())
+    stored: dict[str, str] = {}
+    filling = _Filling(model, loader, output)
+    for name, value in _converted(model, loader, set(model.state_dict())):
+        if isinstance(value, str):
+            stored[name] = value
+        if name.rpartition(".")[0] != output:
+            filling.set(name, value)
+    names = StoredNames(*(stored.get(name) for name in (f"{embedding}.weight", f"{output}.weight", f"{output}.bias")))
+    filling.finish()
+    if names.output is None and not model.config.tie_word_embeddings:
+        raise ConfigError(
+            f"{loader.folder}: tie_word_embeddings=false in config.json, but the checkpoint has no tensor "
+            f"{output}.weight; fetch the missing weight file, or set tie_word_embeddings: true if the model shares its "
+            "embedding"
+        )
+    return names
+
+
+def _name_of(model: Any, wanted: nn.Module) -> str:
+    names = {module: name for name, module in model.named_modules()}
+    found: str = names[wanted]
+    return found
+
+
+def _make_buffers(model: Any, device: torch.device) -> None:
+    """Compute the buffers that no checkpoint has, such as rotary frequencies, as transformers does."""
+    for name, module in model.named_modules():
+        own = {key for key in module._non_persistent_buffers_set if module._buffers[key] is not None}
+        for key in own:
+            buffer = module._buffers[key]
+            filled = torch.full(buffer.shape, torch.nan if buffer.is_floating_point() else -1, dtype=buffer.dtype)
+            module._buffers[key] = filled
+        if own:
+            model._init_weights(module)  # leaves parameters alone: they are on the meta device
+        for key in own:
+            if (module._buffers[key] != module._buffers[key]).any():
+                raise ConfigError(f"transformers does not compute the buffer {name}.{key} of {type(model).__name__}")
+            module._buffers[key] = module._buffers[key].to(device)
+
+
+def _converted(model: Any, loader: Loader, wanted: set[str]) -> Iterator[tuple[str, Any]]:
+    """(name of a parameter, its tensor, or the name of the stored tensor that it is)."""
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
+    state = model.state_dict()
+    collected: dict[str, WeightConverter] = {}
+    for stored in sorted(loader.names(), key=dot_natural_key):
+        name, pattern = _renamed(stored, renamings, converters, model.base_model_prefix, state)
+        if name not in wanted:
+            continue
+        if pattern is None:
+            yield name, stored
+            continue
+        converter = collected.setdefault(name, deepcopy(by_pattern[pattern]))
+        read: Any = partial(loader.any_shape, stored)  # a call is taken in place of a Future
+        converter.add_tensor(name, stored, pattern, read)
+    for name, converter in collected.items():
+        for target, value in converter.convert(name, model=model, config=model.config).items():
+            yield target, value[0] if isinstance(value, list) else value
+
+
+def _renamed(
+    stored: str, renamings: list[Any], converters: list[Any], prefix: str, state: dict[str, Tensor]
+) -> tuple[str, str | None]:
+    """(the parameter that a stored tensor belongs to, the pattern of its converter)."""
+    if stored in state and not any(converter.rename_source_key(stored)[1] for converter in converters):
+        return stored, None
+    for candidate in dict.fromkeys(
+        (stored, _LANGUAGE_MODEL.sub(f"{prefix}.", stored), _LANGUAGE_MODEL.sub("", stored))
+    ):
+        name, pattern = rename_source_key(candidate, renamings, converters, prefix, state)
+        if name in state:
+            return name, pattern
+    return stored, None
+
+
+class _Filling:
+    """Puts tensors into a model, and packs each module that is complete."""
+
+    def __init__(self, model: Any, loader: Loader, output: str) -> None:
+        """Everything but the module named `output`."""
+        self._model = model
+        self._loader = loader
+        self._missing = {name for name, _ in _own_tensors(model) if name.rpartition(".")[0] != output}
+        self._float32 = _kept_in_float32(model, loader.dtype)
+        self._gated = {path for path, module in model.named_modules() if computes_gated_units(module)}
+        self._packed: dict[str, dict[str, Any]] = {}  # the weight and bias of each linear, until both are there
+
+    def set(self, name: str, value: str | Tensor) -> None:
+        """Parameter or buffer `name`: a tensor, or the name of a stored one."""
+        path, _, key = name.rpartition(".")
+        module = self._model.get_submodule(path)
+        if type(module) in (nn.Linear, Conv1D):
+            self._packed.setdefault(path, {})[key] = self._linear_part(module, name, value)
+        else:
+            like = getattr(module, key)
+            tensor = self._tensor(name, like, value)
+            if key in module._buffers:
+                module._buffers[key] = tensor
+            else:
+                module._parameters[key] = nn.Parameter(tensor, requires_grad=False)
+        self._missing.discard(name)
+        self._pack(path, module)
+
+    def finish(self) -> None:
+        """ConfigError if a tensor is missing."""
+        if missing := sorted(self._missing):
+            raise ConfigError(
+                f"the checkpoint in {self._loader.folder} lacks {len(missing)} tensors of "
+                f"{type(self._model).__name__}: {first_of(missing)}; the files are incomplete, or their names are "
+                "those of another implementation"
+            )
+
+    def _pack(self, path: str, module: nn.Module) -> None:
+        if any(f"{path}.{key}" in self._missing for key in (*module._parameters, *module._buffers)):
+            return
+        options = self._loader.quantization, self._loader.dtype
+        parent = path.rpartition(".")[0]
+        if parent in self._gated:
+            linears = [f"{parent}.{name}" for name in ("gate_proj", "up_proj", "down_proj")]
+            if all(linear in self._packed for linear in linears):
+                gate, up, down = (self._packed.pop(linear)["weight"] for linear in linears)
+                _replace(self._model, parent, GatedUnits(gate, up, down, *options))
+        elif path in self._packed:
+            parts = self._packed.pop(path)
+            _replace(self._model, path, FlatLinear(parts["weight"], parts.get("bias"), *options))
+        elif (norm := as_rms_norm(module)) is not None:
+            _replace(self._model, path, norm)
+        elif is_experts(module):
+            module.packed_experts = PackedExperts(module, self._loader.quantization)  # type: ignore[assignment]
+
+    def _linear_part(self, module: Any, name: str, value: str | Tensor) -> Any:
+        key = name.rpartition(".")[2]
+        like = getattr(module, key)
+        if isinstance(value, str) and key == "weight" and type(module) is nn.Linear and not self._is_kept(name):
+            return self._loader.weight(value, tuple(like.shape))
+        tensor = self._tensor(name, like, value)
+        return tensor.t().contiguous() if key == "weight" and isinstance(module, Conv1D) else tensor
+
+    def _is_kept(self, name: str) -> bool:
+        """Whether transformers keeps a parameter in float32."""
+        return any(part in name for part in self._float32)
+
+    def _tensor(self, name: str, like: Tensor, value: str | Tensor) -> Tensor:
+        shape = tuple(like.shape)
+        dtype = like.dtype
+        if dtype == self._loader.dtype and self._is_kept(name):
+            dtype = torch.float32
+        if isinstance(value, Tensor):
+            if tuple(value.shape) != shape:
+                raise ConfigError(
+                    f"{self._loader.folder}: the tensors of {name} have shape {list(value.shape)}, but config.json "
+                    f"implies {list(shape)}"
+                )
+            return value.to(self._loader.device, dtype)
+        if dtype == self._loader.dtype:
+            return self._loader.tensor(value, shape)
+        return self._loader.stored(value, shape).to(self._loader.device, dtype)
+
+
+def _own_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and the buffers that checkpoints have."""
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and key not in module._non_persistent_buffers_set:
+                yield prefix + key, tensor
+
+
+def _kept_in_float32(model: Any, dtype: torch.dtype) -> set[str]:
+    """Parts of the names of parameters that transformers keeps in float32."""
+    strict, loose = set(model._keep_in_fp32_modules_strict or ()), set(model._keep_in_fp32_modules or ())
+    if dtype is torch.float32:
+        return set()
+    return strict | loose if dtype is torch.float16 else strict
+
+
+def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent), name, module)

@@ -1,0 +1,120 @@
+"""transformers' decoders in the engine: the logits of transformers' own attention, and one text with any drafts."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from specray.config import SpeculativeConfig
+from specray.errors import ConfigError
+from specray.llm import LLM
+from specray.models.target_model import TargetModel
+from specray.ops.attention import AttentionBatch, make_pool
+from specray.ops.backends import make_backend
+from specray.ops.cpu.library import kernels
+from specray.sampling_params import SamplingParams
+from tests.support.decoder_table import COMMAND, PAGE, filled
+from tests.support.decoders import QUICK, REFUSED, SERVED, write_decoder
+from tests.support.engine import make_llm
+from tests.support.heads import write_random_head
+
+TOKENS = [0, *(7 * place % 64 for place in range(40))]  # longer than the windows, which are of 16 tokens
+PROMPTS = [[0, 10, 20, 30], [5], [0, *range(4, 40)], [7] * 7]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
+SAMPLED = [SamplingParams(temperature=0.9, seed=seed, max_tokens=24, ignore_eos=True) for seed in range(len(PROMPTS))]
+NAMES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in SERVED]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_decoder_gives_transformers_logits_and_one_text_with_any_drafts(name: str, tmp_path: Path) -> None:
+    reference = write_decoder(name, tmp_path)
+    with make_llm(tmp_path, model_impl="transformers") as llm:
+        model = llm._executor.worker.model
+        expected = logits_of(reference, TOKENS)
+        assert expected.std() > 0.3
+        for size in (len(TOKENS), 7):
+            torch.testing.assert_close(logits_in_chunks(model, TOKENS, size), expected, atol=1e-4, rtol=0.0)
+        texts = texts_of(llm, GREEDY)
+        for prompt, text in zip(PROMPTS, texts, strict=True):
+            assert logits_of(reference, [*prompt, *text])[len(prompt) - 1 : -1].argmax(-1).tolist() == text
+        assert llm.generate([PROMPTS[2]], GREEDY)[0].choices[0].token_ids == texts[2], "with the cached prefix"
+        assert_same_with_drafts(llm, tmp_path, texts)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "olmo2", "smollm3"])
+def test_bfloat16_gives_one_text_with_any_drafts(name: str, tmp_path: Path) -> None:
+    write_decoder(name, tmp_path)
+    with make_llm(tmp_path, model_impl="transformers", dtype="bfloat16") as llm:
+        assert llm._executor.worker.capacity.has_one_text == (kernels() is not None)
+        assert_same_with_drafts(llm, tmp_path, texts_of(llm, GREEDY))
+
+
+@pytest.mark.parametrize("name", ["gemma2", "mixtral"])
+def test_a_model_with_sums_that_depend_on_the_batch_says_so(name: str, tmp_path: Path) -> None:
+    """gelu's last bits depend on a number's place, and torch multiplies by the router's matrix."""
+    write_decoder(name, tmp_path)
+    with make_llm(tmp_path, model_impl="transformers", dtype="bfloat16") as llm:
+        assert not llm._executor.worker.capacity.has_one_text
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen2-window"])
+def test_native_classes_compute_windows(name: str, tmp_path: Path) -> None:
+    reference = write_decoder(name, tmp_path)
+    with make_llm(tmp_path, model_impl="native") as llm:
+        logits = logits_in_chunks(llm._executor.worker.model, TOKENS, 7)
+        torch.testing.assert_close(logits, logits_of(reference, TOKENS), atol=1e-4, rtol=0.0)
+        assert_same_with_drafts(llm, tmp_path, texts_of(llm, GREEDY))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_decoder_that_cannot_be_served_is_refused_with_the_reason(name: str, tmp_path: Path) -> None:
+    write_decoder(name, tmp_path)
+    with pytest.raises(ConfigError, match=REFUSED[name][2]):
+        make_llm(tmp_path)
+
+
+def assert_same_with_drafts(llm: LLM, folder: Path, greedy: Sequence[list[int]]) -> None:
+    """NGRAM and a random EAGLE-3 head give these texts, and the sampled ones of decoding without drafts."""
+    sampled = texts_of(llm, SAMPLED)
+    head = write_random_head(folder / "head", folder, 3)
+    tree = {"num_steps": 3, "eagle_topk": 2, "num_draft_tokens": 6}
+    for drafts in (
+        SpeculativeConfig(algorithm="NGRAM", num_draft_tokens=8),
+        SpeculativeConfig(algorithm="EAGLE3", draft_model_path=str(head), **tree),
+    ):
+        with llm.with_speculative(drafts) as drafting:
+            assert texts_of(drafting, GREEDY) == greedy
+            assert texts_of(drafting, SAMPLED) == sampled
+
+
+def texts_of(llm: LLM, params: SamplingParams | Sequence[SamplingParams]) -> list[list[int]]:
+    return [generation.choices[0].token_ids for generation in llm.generate(PROMPTS, params)]
+
+
+@torch.inference_mode()
+def logits_of(reference: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
+    logits: torch.Tensor = reference(torch.tensor([tokens])).logits[0]
+    return logits
+
+
+@torch.inference_mode()
+def logits_in_chunks(model: TargetModel, tokens: list[int], size: int) -> torch.Tensor:
+    """Logits of all tokens of a prompt that is read `size` tokens at a time."""
+    shape = model.shape
+    sizes = (shape.num_layers, len(tokens) + 1, shape.num_local_kv_heads, shape.head_dim)
+    pool = make_pool(*sizes, torch.float32, torch.device("cpu"))
+    attention = make_backend("auto", pool, shape.num_local_heads, layers=model.layer_attention)
+    slots, parts = torch.arange(1, len(tokens) + 1), []
+    for start in range(0, len(tokens), size):
+        end = min(start + size, len(tokens))
+        batch = AttentionBatch([end - start], [end], slots[None], slots[start:end], [(0, 0)])
+        hidden, _ = model(torch.tensor(tokens[start:end]), torch.arange(start, end), attention.plan(batch))
+        parts.append(model.logits(hidden))
+    return torch.cat(parts)
+
+
+def test_the_table_of_decoders_is_up_to_date() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == filled(page), f"run: {COMMAND}"

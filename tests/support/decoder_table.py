@@ -1,0 +1,66 @@
+"""Writes the table of decoders in docs/models.md from the table that the tests run through.
+
+Usage: `python -m tests.support.decoder_table`.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from specray.models.registry import MODELS
+from specray.models.transformers_skeleton import attention_calls, build_skeleton
+from tests.support.decoders import SERVED, decoder_config
+
+COMMAND = "python -m tests.support.decoder_table"
+PAGE = Path(__file__).parents[2] / "docs/models.md"
+BEGIN, END = "<!-- decoders -->\n", "<!-- end -->"
+_HEADER = "| computed by | attention | decoders; * has experts |\n|---|---|---|\n"
+_OWN_ONLY = ("MiMoForCausalLM",)  # transformers has no class for it
+
+
+def filled(page: str) -> str:
+    """The page with the table."""
+    before, _, rest = page.partition(BEGIN)
+    return before + BEGIN + table() + END + rest.partition(END)[2]
+
+
+def table() -> str:
+    """A row for each kind of attention, in Markdown."""
+    decoders = {name: ("native", frozenset[str](), False) for name in _OWN_ONLY}
+    for name in SERVED:
+        config = decoder_config(name)
+        skeleton = build_skeleton(config, torch.float32)
+        architecture = str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type])
+        impl = "native" if architecture in MODELS else "transformers"
+        _, traits, _ = decoders.get(architecture, (impl, frozenset[str](), False))
+        decoders[architecture] = impl, traits | _traits(skeleton), _has_experts(skeleton)
+    rows: dict[tuple[str, str], list[str]] = {}
+    for architecture, (impl, traits, has_experts) in sorted(decoders.items(), key=lambda item: item[0].lower()):
+        name = architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "*" * has_experts
+        rows.setdefault((impl, ", ".join(sorted(traits)) or "full"), []).append(name.replace("*", "\\*"))
+    return _HEADER + "".join(
+        f"| {impl} | {kind} | {', '.join(names)} |\n" for (impl, kind), names in sorted(rows.items())
+    )
+
+
+def _traits(skeleton: Any) -> frozenset[str]:
+    calls = attention_calls(skeleton)
+    sizes = {(call.num_heads, call.num_kv_heads, call.qk_dim) for call in calls}
+    found = {
+        "window": any(call.window is not None for call in calls),
+        "softcap": any(call.softcap is not None for call in calls),
+        "sinks": any(call.sinks is not None for call in calls),
+        "heads differ": len(sizes) > 1,
+        "values of another size": any(call.v_dim != call.qk_dim for call in calls),
+    }
+    return frozenset(name for name, has in found.items() if has)
+
+
+def _has_experts(skeleton: Any) -> bool:
+    return any(hasattr(module, "has_gate") for module in skeleton.modules())
+
+
+if __name__ == "__main__":
+    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,220 @@
+"""Small random checkpoints of transformers' decoders, written by transformers, with the toy's vocabulary.
+
+One line for each: the name of its configuration class, and what its configuration adds to `SMALL`.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from tests.support.architectures import spread
+from tests.support.toy import BOS, CONTEXT, EOS, VOCAB_SIZE, toy_tokenizer
+
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": CONTEXT,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+_WINDOW: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "sliding_window": 16,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 6,
+    "num_local_experts": 6,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
+_LATENT: dict[str, Any] = {
+    "kv_lora_rank": 12,
+    "q_lora_rank": 20,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 6,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+    "head_dim": ...,
+}
+_SIGMOID: dict[str, Any] = {
+    **_EXPERTS,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+
+SERVED: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen2-window": ("Qwen2Config", _WINDOW | {"use_sliding_window": True}),
+    "qwen3": ("Qwen3Config", {"head_dim": 16}),
+    "qwen3_moe": ("Qwen3MoeConfig", _EXPERTS),
+    "qwen2_moe": ("Qwen2MoeConfig", _EXPERTS | {"shared_expert_intermediate_size": 40}),
+    "mistral": ("MistralConfig", {"sliding_window": 16}),
+    "ministral": ("MinistralConfig", _WINDOW),
+    "ministral3": ("Ministral3Config", {}),
+    "mixtral": ("MixtralConfig", _EXPERTS | {"sliding_window": None}),
+    "gemma": ("GemmaConfig", {}),
+    "gemma2": (
+        "Gemma2Config",
+        _WINDOW | {"query_pre_attn_scalar": 12, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 9.0},
+    ),
+    "gemma3": ("Gemma3TextConfig", _WINDOW | {"query_pre_attn_scalar": 12}),
+    "gemma4": (
+        "Gemma4TextConfig",
+        _WINDOW
+        | {
+            "global_head_dim": 16,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+            "hidden_size_per_layer_input": 8,
+            "num_kv_shared_layers": 0,
+        },
+    ),
+    "gpt_oss": ("GptOssConfig", _EXPERTS | _WINDOW),
+    "glm": ("GlmConfig", {}),
+    "glm4": ("Glm4Config", {}),
+    "glm4_moe": ("Glm4MoeConfig", _SIGMOID),
+    "glm4_moe_lite": ("Glm4MoeLiteConfig", _SIGMOID | _LATENT),
+    "phi": ("PhiConfig", {}),
+    "phi3": ("Phi3Config", {}),
+    "phimoe": ("PhimoeConfig", _EXPERTS),
+    "olmo": ("OlmoConfig", {}),
+    "olmo2": ("Olmo2Config", {}),
+    "olmo3": ("Olmo3Config", _WINDOW),
+    "olmoe": ("OlmoeConfig", _EXPERTS),
+    "flex_olmo": ("FlexOlmoConfig", _EXPERTS),
+    "cohere": ("CohereConfig", {"logit_scale": 0.5}),
+    "cohere2": ("Cohere2Config", _WINDOW | {"logit_scale": 0.5}),
+    "granite": (
+        "GraniteConfig",
+        {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.7, "attention_multiplier": 0.4},
+    ),
+    "granitemoe": ("GraniteMoeConfig", _EXPERTS | {"embedding_multiplier": 3.0, "logits_scaling": 2.0}),
+    "granitemoeshared": ("GraniteMoeSharedConfig", _EXPERTS | {"shared_intermediate_size": 40}),
+    "smollm3": ("SmolLM3Config", {"num_hidden_layers": 4, "no_rope_layer_interval": 2}),
+    "ernie4_5": ("Ernie4_5Config", {}),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeConfig",
+        _EXPERTS | {"moe_num_experts": 6, "moe_k": 2, "moe_num_shared_experts": 1, "moe_layer_start_index": 1},
+    ),
+    "seed_oss": ("SeedOssConfig", {}),
+    "hunyuan_v1_dense": ("HunYuanDenseV1Config", {}),
+    "hunyuan_v1_moe": ("HunYuanMoEV1Config", _EXPERTS | {"moe_topk": 2}),
+    "hy_v3": ("HYV3Config", _EXPERTS),
+    "exaone4": ("Exaone4Config", _WINDOW),
+    "exaone_moe": ("ExaoneMoeConfig", _SIGMOID | _WINDOW),
+    "minimax_m2": ("MiniMaxM2Config", _EXPERTS),
+    "nemotron": ("NemotronConfig", {}),
+    "starcoder2": ("Starcoder2Config", {}),
+    "stablelm": ("StableLmConfig", {}),
+    "arcee": ("ArceeConfig", {}),
+    "apertus": ("ApertusConfig", {}),
+    "helium": ("HeliumConfig", {}),
+    "llama4": ("Llama4TextConfig", _EXPERTS | {"num_hidden_layers": 4, "intermediate_size_mlp": 48}),
+    "mimo_v2_flash": ("MiMoV2FlashConfig", _SIGMOID | _WINDOW),
+    "laguna": ("LagunaConfig", _EXPERTS | _WINDOW),
+    "solar_open": ("SolarOpenConfig", _SIGMOID),
+    "dots1": ("Dots1Config", _SIGMOID | _WINDOW),
+    "jais2": ("Jais2Config", {}),
+    "vaultgemma": ("VaultGemmaConfig", _WINDOW),
+    "afmoe": ("AfmoeConfig", _SIGMOID | _WINDOW),
+    "cwm": ("CwmConfig", _WINDOW),
+    "youtu": ("YoutuConfig", _LATENT),
+    "gpt_neox": ("GPTNeoXConfig", {}),
+    "gpt2": ("GPT2Config", {}),
+    "gpt_bigcode": ("GPTBigCodeConfig", {}),
+    "opt": ("OPTConfig", {"word_embed_proj_dim": 32, "ffn_dim": 48}),
+    "persimmon": ("PersimmonConfig", {}),
+    "biogpt": ("BioGptConfig", {}),
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        _SIGMOID | _LATENT | {"topk_method": "greedy"},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        _SIGMOID | _LATENT,
+    ),
+    "mellum": ("MellumConfig", _EXPERTS),
+    "cohere2_moe": ("Cohere2MoeConfig", _EXPERTS | _WINDOW | {"logit_scale": 0.5}),
+    "nanochat": ("NanoChatConfig", {}),
+}
+
+
+# Together they have every kind of attention, experts, head and checkpoint layout of the table.
+QUICK = {
+    *(
+        "llama",
+        "qwen2-window",
+        "qwen3",
+        "mixtral",
+        "gemma2",
+        "gemma4",
+        "gpt_oss",
+        "glm4_moe",
+        "phi3",
+        "olmo2",
+        "cohere",
+    ),
+    *("granite", "llama4", "mimo_v2_flash", "gpt2", "opt", "deepseek_v2", "ernie4_5_moe"),
+}
+# What is refused, and why.
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "diffllama": ("DiffLlamaConfig", {}, "call attention 4 times in 2 layers"),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        _EXPERTS | {"layer_types": ["linear_attention", "full_attention"]},
+        "layers of type linear_attention, which keep a state",
+    ),
+    "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"]}, "layers of type conv, which keep a state"),
+    "gptj": ("GPTJConfig", {"rotary_dim": 4}, "do not call an attention function that can be replaced"),
+    "falcon": ("FalconConfig", {"head_dim": ..., "alibi": False}, "do not call an attention function"),
+    "longcat_flash": (
+        "LongcatFlashConfig",
+        _EXPERTS | _LATENT | {"head_dim": 4},
+        "cannot run over one flat batch of tokens: .*nonzero",
+    ),
+    "mamba": ("MambaConfig", {}, "num_attention_heads"),
+    "bloom": ("BloomConfig", {}, "max_position_embeddings"),
+}
+
+
+def decoder_config(name: str, dtype: str = "float32") -> PretrainedConfig:
+    class_name, fields = (SERVED.get(name) or REFUSED[name])[:2]
+    values = {name: value for name, value in (SMALL | fields).items() if value is not ...}
+    config: PretrainedConfig = getattr(transformers, class_name)(**values, dtype=dtype)
+    return config
+
+
+def write_decoder(name: str, folder: Path, seed: int = 5) -> PreTrainedModel:
+    """Write a model folder; returns transformers' model with the same weights and its own attention."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(decoder_config(name), attn_implementation="eager").float().eval()
+    for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.is_floating_point() and key not in _computed_buffers(model):
+            spread(key, tensor)
+    model.tie_weights()
+    model.save_pretrained(folder)
+    toy_tokenizer().save_pretrained(folder)
+    return model
+
+
+def _computed_buffers(model: PreTrainedModel) -> set[str]:
+    """Those that no checkpoint has, such as rotary frequencies."""
+    return {
+        f"{path}.{key}" if path else key
+        for path, module in model.named_modules()
+        for key in module._non_persistent_buffers_set
+    }

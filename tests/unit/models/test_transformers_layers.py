@@ -1,0 +1,77 @@
+"""Which of transformers' modules are replaced by kernels, and what the replacements compute."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import Gemma2Config, LlamaConfig
+from transformers.models.gemma2.modeling_gemma2 import Gemma2MLP, Gemma2RMSNorm
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+from specray.models.transformers_layers import (
+    FlatLinear,
+    GatedUnits,
+    as_rms_norm,
+    computes_gated_units,
+    computes_rows_alike,
+)
+from specray.ops.cpu.library import kernels
+
+needs_kernels = pytest.mark.skipif(kernels() is None, reason="the CPU kernels are not compiled")
+
+
+class SwappedMLP(LlamaMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
+        return result
+
+
+class OtherRMSNorm(LlamaRMSNorm):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return F.normalize(hidden_states, dim=-1) * self.weight
+
+
+def small_config() -> LlamaConfig:
+    return LlamaConfig(hidden_size=32, intermediate_size=64, num_attention_heads=4)
+
+
+def test_gated_units_are_found_by_what_a_module_computes() -> None:
+    config = small_config()
+    assert computes_gated_units(LlamaMLP(config))
+    assert not computes_gated_units(SwappedMLP(config))
+    assert not computes_gated_units(Gemma2MLP(Gemma2Config(hidden_size=32, intermediate_size=64)))  # gelu
+    assert not computes_gated_units(LlamaMLP(LlamaConfig(hidden_size=32, num_attention_heads=4, mlp_bias=True)))
+    assert not computes_gated_units(nn.Linear(2, 2))
+
+
+@torch.no_grad()
+def test_gated_units_equal_the_module() -> None:
+    mlp = LlamaMLP(small_config())
+    weights = (mlp.gate_proj.weight.data, mlp.up_proj.weight.data, mlp.down_proj.weight.data)
+    x = torch.randn(1, 5, 32)
+    torch.testing.assert_close(GatedUnits(*weights, None, torch.float32)(x), mlp(x), atol=1e-5, rtol=1e-5)
+
+
+@needs_kernels
+@torch.no_grad()
+@pytest.mark.parametrize("kind", [LlamaRMSNorm, Gemma2RMSNorm])
+def test_norms_equal_the_module(kind: type[nn.Module]) -> None:
+    module = kind(16, eps=1e-5)
+    module.get_parameter("weight").copy_(torch.randn(16))
+    norm = as_rms_norm(module)
+    assert norm is not None
+    x = torch.randn(1, 3, 2, 16)
+    torch.testing.assert_close(norm(x), module(x), atol=1e-5, rtol=1e-5)
+
+
+def test_another_norm_is_kept() -> None:
+    assert as_rms_norm(OtherRMSNorm(16)) is None
+    assert as_rms_norm(nn.LayerNorm(16)) is None
+
+
+@needs_kernels
+def test_rows_are_alike_only_if_every_operation_computes_them_so() -> None:
+    body = nn.Sequential(FlatLinear(torch.randn(4, 8), None, None, torch.float32))
+    assert computes_rows_alike(body, {"add", "mul", "mean"})
+    assert not computes_rows_alike(body, {"add", "mm"})
+    assert not computes_rows_alike(body, {"sigmoid"})
