@@ -1,7 +1,6 @@
 """Root-mean-square norm, and the selection of its kernel."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -34,12 +33,6 @@ class RMSNorm(Layer):
             return layers.rms_norm(x, self.weight, self.eps)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
-    def of_type(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-        """The norm of inputs of one type, whose kernel is chosen once."""
-        if self.float_weight is not None and dtype in FLOAT_TYPES:
-            return partial(cpu_norm.rms_norm, weight=self.float_weight, eps=self.eps)
-        return self
-
     def after_add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(the norm of x + residual, the sum); the sum is written to x."""
         if self._uses_triton and self.float_weight is None and not torch.compiler.is_compiling():
@@ -50,14 +43,18 @@ class RMSNorm(Layer):
         return self(summed), summed
 
 
-def norm_of_parts(weights: Sequence[Tensor], eps: float, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """The norm of x [..., n * size] of one type: each of its n parts with one of the `weights` [size]."""
-    norms = [RMSNorm(weight, eps) for weight in weights]
-    floats = [norm.float_weight for norm in norms if norm.float_weight is not None]
-    if len(floats) == len(norms) and dtype in FLOAT_TYPES:
-        return partial(cpu_norm.rms_norm, weight=torch.stack(floats), eps=eps)
+class NormOfParts:
+    """The norm of x [..., n * size]: each of its n parts with one of the `weights` [size]."""
 
-    def normed(x: Tensor) -> Tensor:
-        return torch.cat([norm(part) for norm, part in zip(norms, x.chunk(len(norms), -1), strict=True)], -1)
+    def __init__(self, weights: Sequence[Tensor], eps: float) -> None:
+        self.weight = torch.stack(tuple(weights))  # [n, size]
+        self._norms = [RMSNorm(weight, eps) for weight in weights]
+        floats = [norm.float_weight for norm in self._norms if norm.float_weight is not None]
+        self._float_weights = torch.stack(floats) if floats else None  # as the kernels read them
+        self._eps = eps
 
-    return normed
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._float_weights is not None and x.dtype in FLOAT_TYPES:
+            return cpu_norm.rms_norm(x, self._float_weights, self._eps)
+        parts = x.chunk(len(self._norms), -1)
+        return torch.cat([norm(part) for norm, part in zip(self._norms, parts, strict=True)], -1)

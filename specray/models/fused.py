@@ -24,9 +24,9 @@ from specray.ops.linear import is_row_wise
 class StateLayers(NamedTuple):
     """How a draft model joins a token's embedding and a state; see StateInput."""
 
-    token_norm: RMSNorm | None
-    state_norm: RMSNorm | None
-    project: ColumnParallelLinear | None
+    token_norm: object | None  # an RMSNorm
+    state_norm: object | None
+    project: object | None  # a ColumnParallelLinear
     state_first: bool = False
     residual_is_normed: bool = False
 
@@ -62,9 +62,12 @@ def are_row_wise(layers: Sequence[object]) -> bool:
 
 
 def fused(
-    layers: Sequence[tuple[RMSNorm | None, object, RMSNorm, object]], rotary: RotaryEmbedding, eps: float
+    layers: Sequence[tuple[object | None, object, object, object]], rotary: RotaryEmbedding, eps: float
 ) -> FusedLayers | None:
-    """The CPU kernels of layers of (input norm, attention, norm of the feed-forward, feed-forward), or None."""
+    """The CPU kernels of layers of (input norm, attention, norm of the feed-forward, feed-forward), or None.
+
+    They have the layers of Llama models, unless these are split over ranks.
+    """
     own = kernels()
     parts = [_parts(*layer) for layer in layers]
     first = layers[0][1]
@@ -78,7 +81,7 @@ def tree_network(
     layers: FusedLayers | None,
     embedding: VocabEmbedding,
     states: StateLayers | None,
-    norm: RMSNorm | None,
+    norm: object | None,
     head: VocabHead,
     target_ids: Tensor | None,
     num_columns: int,
@@ -96,7 +99,7 @@ def tree_network(
     if layers is None or matrix is None:
         return None
     inputs = None if states is None else _state_input(states)
-    weight = None if norm is None else norm.float_weight
+    weight = _float_weight(norm)
     ids = None if target_ids is None else target_ids.to(torch.int64)
     output = matrix if quantised_output is None else CoarseOutput.of(layers.kernels, quantised_output)
     return TreeNetwork(
@@ -111,17 +114,16 @@ def _whole_matrix(embedding: VocabEmbedding, head: VocabHead) -> PackedMatrix | 
 
 
 def _state_input(layers: StateLayers) -> StateInput:
-    matrix = None if layers.project is None else layers.project.run
+    matrix = layers.project.run if isinstance(layers.project, ColumnParallelLinear) else None
     assert matrix is None or isinstance(matrix, PackedMatrix), "packed like the layers that read it"
-    token_weight, state_weight = (
-        None if norm is None else norm.float_weight for norm in (layers.token_norm, layers.state_norm)
-    )
-    return StateInput(token_weight, state_weight, matrix, layers.state_first, layers.residual_is_normed)
+    norms = _float_weight(layers.token_norm), _float_weight(layers.state_norm)
+    return StateInput(*norms, matrix, layers.state_first, layers.residual_is_normed)
 
 
-def _parts(input_norm: RMSNorm | None, attention: object, ffn_norm: RMSNorm, ffn: object) -> LayerParts | None:
+def _parts(input_norm: object | None, attention: object, ffn_norm: object, ffn: object) -> LayerParts | None:
     if not isinstance(attention, Attention) or not isinstance(ffn, FeedForward) or attention.out.group.size > 1:
         return None
+    assert isinstance(ffn_norm, RMSNorm)
     if (matrices := _matrices(attention, ffn)) is None:
         return None
     input_weight, q_weight, k_weight = (_weight(norm) for norm in (input_norm, attention.q_norm, attention.k_norm))
@@ -140,5 +142,9 @@ def _matrices(
     return qkv, out, gate_up, down
 
 
-def _weight(norm: RMSNorm | None) -> Tensor | None:
-    return None if norm is None else norm.weight
+def _weight(norm: object | None) -> Tensor | None:
+    return norm.weight if isinstance(norm, RMSNorm) else None
+
+
+def _float_weight(norm: object | None) -> Tensor | None:
+    return norm.float_weight if isinstance(norm, RMSNorm) else None

@@ -55,7 +55,7 @@ class TargetMatrices:
         if self._target is not None and ids is None and (own is None or torch.equal(own, self._matrix(HEAD))):
             return self._target.head
         matrix = self._matrix(HEAD) if own is None else own
-        rows = matrix if ids is None else matrix.index_select(0, ids)
+        rows = matrix if ids is None else matrix.index_select(0, ids.to(matrix.device))
         return VocabHead(rows, len(rows), RankGroup(), self.quantization)
 
     def _matrix(self, name: str) -> Tensor:

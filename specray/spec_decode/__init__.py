@@ -87,13 +87,13 @@ def _parallel(config: SpeculativeConfig, target: "TargetView") -> "Drafter":
 
 
 def _check_eagle3(config: SpeculativeConfig, target: "TargetFiles") -> None:
-    from specray.models.eagle_loading import check_head_files
+    from specray.models.heads.loading import check_head_files
 
     check_head_files(config, target.shape, version=3)
 
 
 def _check_parallel(config: SpeculativeConfig, target: "TargetFiles") -> None:
-    from specray.models.eagle_loading import check_head_files
+    from specray.models.heads.loading import check_head_files
 
     check_head_files(config, target.shape, version=3, has_mask=True)
 

@@ -12,8 +12,8 @@ from typing import Literal
 import torch
 
 from specray.config import SpeculativeConfig
-from specray.models.eagle import EagleHead
-from specray.models.eagle_loading import load_eagle_head
+from specray.models.heads.loading import load_eagle_head
+from specray.models.heads.served import EagleHead
 from specray.spec_decode.draft_rows import DraftRows, Reads, ScheduledRows
 from specray.spec_decode.draft_setup import attention_without_graphs, head_kv, target_matrices
 from specray.spec_decode.draft_tree import DraftTree

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from specray.config import SpeculativeConfig
 from specray.errors import ConfigError
-from specray.models.eagle_loading import check_head_files
 from specray.models.files import resolve_draft
-from specray.models.mtp import MtpHead, MtpStack, check_mtp_files, holds_mtp_layers, load_mtp_layers
+from specray.models.heads.loading import check_head_files
+from specray.models.heads.mtp import MtpHead, MtpStack, check_mtp_files, holds_mtp_layers, load_mtp_layers
 from specray.ops.attention import make_zeros
 from specray.spec_decode.draft_rows import DraftRows, Reads, ScheduledRows
 from specray.spec_decode.draft_setup import attention_without_graphs, head_kv, target_matrices

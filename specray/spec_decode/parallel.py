@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from specray.config import SpeculativeConfig
-from specray.models.eagle_loading import load_eagle3_head
-from specray.models.parallel_head import ParallelHead
+from specray.models.heads.eagle3 import ParallelHead
+from specray.models.heads.loading import load_eagle3_head
 from specray.spec_decode.draft_rows import DraftKV, DraftRows, Reads, ScheduledRows
 from specray.spec_decode.draft_setup import attention_without_graphs, head_attention, scratch_slots, target_matrices
 from specray.spec_decode.draft_tree import DraftTree

@@ -33,10 +33,10 @@ from specray.models.registry import context_length, load_config
 from specray.outputs import FinishReason, RequestOutput
 from specray.sampling_params import SamplingParams
 from specray.train.answer_options import AnswerOptions
-from specray.train.files import replace_text
+from specray.train.hidden_states import HiddenStateRecorder, Recording
 from specray.train.process import Interrupts
 from specray.train.prompts import PromptFile, chat_prompt, read_prompt_file, user_turn
-from specray.train.recorder import HiddenStateRecorder, Recording
+from specray.train.run_files import replace_text
 from specray.train.shards import (
     DESCRIPTION,
     TokenSequence,

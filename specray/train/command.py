@@ -62,9 +62,9 @@ def _check_training(options: argparse.Namespace) -> None:
     """ConfigError if no answers could make these options of training valid."""
     from specray.models.files import resolve_model
     from specray.models.registry import load_config
-    from specray.train.checkpoint import read_checkpoint
     from specray.train.draft_model import kept_layers
     from specray.train.export import init_head_width
+    from specray.train.run_files import read_checkpoint
     from specray.train.token_map import check_draft_vocab_size
     from specray.train.trainer import check_resumable
 
@@ -287,7 +287,7 @@ def _add_train_vocab(parser: argparse.ArgumentParser) -> None:
 def _train(options: argparse.Namespace, answers: Path) -> int:
     import torch  # takes seconds, which --help does not need
 
-    from specray.train.plot import NO_PLOT, can_plot
+    from specray.train.run_files import NO_PLOT, can_plot
     from specray.train.trainer import Trainer
 
     if not can_plot():

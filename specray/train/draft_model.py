@@ -4,36 +4,45 @@ Training adapts the layers to the missing ones. Embeddings and output matrix are
 share them when they are served in one process. Parameter names are those of the checkpoint.
 """
 
+import json
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from specray.errors import ConfigError
-from specray.layers.module import Layer
-from specray.models.llama_shape import LlamaShape
-from specray.models.loading import Loader
-from specray.train.attention import SequenceKV
-from specray.train.heads import Norm, TrainedAttention, TrainedDecoderLayer, TrainedHead
+from specray.models.heads.parts import Parts
+from specray.models.loading import EMBEDDING, HEAD, Loader
+from specray.train.attention import attend_to_sequences
 from specray.train.target import Target
-from specray.train.unroll import Batch
+from specray.train.trained_parts import TrainedParts
+from specray.train.unroll import Batch, TrainedModel
+
+_SIDE_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "generation_config.json",
+)
 
 
-class TrainedDraftModel(nn.Module):
+class TrainedDraftModel(TrainedModel):
     """A language model. Training uses only the output rows of the most frequent ids (`draft_ids`)."""
 
-    draft_ids: Tensor
-    target_rows: Tensor
-
-    def __init__(self, shape: LlamaShape, draft_ids: Tensor, kept: Sequence[int]) -> None:
-        super().__init__()
-        self.shape = replace(shape, num_layers=len(kept))
+    def __init__(self, target: Target, draft_ids: Tensor, kept: Sequence[int]) -> None:
+        super().__init__(draft_ids)
+        self.shape = shape = replace(target.shape, num_layers=len(kept))
         self.kept = list(kept)  # which of the target's layers
-        self.model = _Body(self.shape)
-        self.register_buffer("draft_ids", draft_ids, persistent=False)
-        rows = torch.zeros(len(draft_ids), shape.hidden_size)
-        self.register_buffer("target_rows", rows, persistent=False)
+        self._network = _Network(TrainedParts(self, shape, target.rotary))
 
     @torch.no_grad()
     def start_from(self, target: Target) -> None:
@@ -44,22 +53,33 @@ class TrainedDraftModel(nn.Module):
                 parameter.copy_(loader.tensor(self._in_target(name), tuple(parameter.shape)))
         finally:
             loader.close()
-        self.target_rows = target.head[self.draft_ids]
+        self.take_output_of(target)
 
     def rollout(self, target: Target, batch: Batch, steps: int) -> Iterator[Tensor]:
         """Yield the states after one, two, … of the sequence's own tokens, which a correct chain reads."""
         length = batch.token_ids.shape[1]
         positions = torch.arange(length, device=batch.token_ids.device)
-        states = self.model(target.embed(batch.token_ids), *target.rotary.at(positions))
+        embeds = target.embed(batch.token_ids)
+        states = self._network.layers(embeds, embeds, positions, attend_to_sequences)
         for step in range(steps):
             yield states[:, (positions[batch.start :] + 1 + step).clamp(max=length - 1)]
 
     def outputs(self, states: Tensor) -> Tensor:
-        return self.model.norm(states)
+        return self._network.norm(states)
 
-    @property
-    def output_weight(self) -> Tensor:
-        return self.target_rows
+    def tensors(self, target: Target) -> dict[str, Tensor]:
+        """Those of the exported model: trained ones, and the target's embeddings and output matrix."""
+        shared = {EMBEDDING: target.embedding}
+        if not target.shape.tied:
+            shared[HEAD] = target.head
+        return self.state_dict() | shared
+
+    def config(self, target: Target) -> dict[str, Any]:
+        """The target's config.json with the kept layers only."""
+        config: dict[str, Any] = json.loads((target.folder / "config.json").read_text(encoding="utf-8"))
+        by_layer = {name: config[name] for name in ("layer_types",) if config.get(name)}
+        chosen = {name: [values[layer] for layer in self.kept] for name, values in by_layer.items()}
+        return config | {"num_hidden_layers": len(self.kept), "torch_dtype": "bfloat16", "dtype": "bfloat16"} | chosen
 
     def _in_target(self, name: str) -> str:
         """The name of a parameter in the target's checkpoint."""
@@ -69,7 +89,11 @@ class TrainedDraftModel(nn.Module):
         return ".".join((model, part, str(self.kept[int(rest[0])]), *rest[1:]))
 
 
-TrainedModel = TrainedHead | TrainedDraftModel
+class _Network:
+    def __init__(self, parts: Parts) -> None:
+        prefixes = [f"model.layers.{layer}." for layer in range(parts.shape.num_layers)]
+        self.layers = parts.layers(prefixes, parts.shape.hidden_size, norms_input=True)
+        self.norm = parts.norm("model.norm.weight", parts.shape.hidden_size)
 
 
 def kept_layers(wanted: str, num_layers: int) -> list[int]:
@@ -90,19 +114,8 @@ def kept_layers(wanted: str, num_layers: int) -> list[int]:
     return numbers
 
 
-class _Body(Layer):
-    """The layers, and the final norm, which `TrainedDraftModel.outputs` applies."""
-
-    def __init__(self, shape: LlamaShape) -> None:
-        super().__init__()
-        options = (shape.qkv_bias, shape.output_bias, shape.qk_norm)
-        self.layers = nn.ModuleList(
-            TrainedDecoderLayer(shape, TrainedAttention(shape, shape.hidden_size, *options))
-            for _ in range(shape.num_layers)
-        )
-        self.norm = Norm(shape.hidden_size, shape.eps)
-
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        for layer in self.layers:
-            hidden = layer(hidden, cos, sin, SequenceKV())
-        return hidden
+def copy_side_files(target: Target, folder: Path) -> None:
+    """Copy the tokenizer and the generation config."""
+    for name in _SIDE_FILES:
+        if (target.folder / name).is_file():
+            shutil.copyfile(target.folder / name, folder / name)

@@ -1,4 +1,10 @@
-"""Exports trained heads: model.safetensors and config.json in the layout of public heads, and a model card."""
+"""Exports trained heads: model.safetensors and config.json in the layout of public heads, and a model card.
+
+Matrices may be stored in int8, in compressed-tensors' layout (`pack-quantized`, groups of 32 inputs). A drafter's
+weights need less precision than the target's, because the target checks each draft. Served in int8, as the CPU kernels
+do by default, a head keeps these very integers and scales; only an output matrix of its own is rounded again, to 4 bits
+(see CoarseOutput).
+"""
 
 import json
 import shutil
@@ -9,26 +15,43 @@ import torch
 from torch import Tensor
 
 from specray.errors import ConfigError
-from specray.models.eagle_files import HeadConfig
+from specray.models.heads.eagle3 import MASK
+from specray.models.heads.eagle_files import HeadConfig
 from specray.models.weights import WeightReader
+from specray.ops.grouped_weight import GROUP, to_int8
 from specray.train.batches import AnswerFolder
 from specray.train.card import model_card
-from specray.train.checkpoint import LOG
-from specray.train.draft_export import copy_side_files, draft_config, draft_tensors
-from specray.train.draft_model import TrainedDraftModel, TrainedModel
-from specray.train.files import replace_tensors, replace_text
-from specray.train.heads import TrainedEagle2Head, TrainedEagle3Head, TrainedHead, TrainedMtpHead, TrainedParallelHead
-from specray.train.int8_weights import QUANTIZATION_CONFIG, packed
+from specray.train.draft_model import TrainedDraftModel, copy_side_files
+from specray.train.heads import TrainedEagle2Head, TrainedEagle3Head, TrainedHead, TrainedParallelHead
+from specray.train.run_files import LOG, replace_tensors, replace_text
 from specray.train.settings import Counters, TrainSettings
 from specray.train.target import Target
 
 WEIGHTS = "model.safetensors"
-_MTP_PREFIX = "model.mtp_layers.0."
+QUANTIZATION_CONFIG: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "quantization_status": "compressed",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 8,
+                "type": "int",
+                "symmetric": True,
+                "strategy": "group",
+                "group_size": GROUP,
+                "dynamic": False,
+            },
+        }
+    },
+    "ignore": [],
+}
 
 
 def export_head(
     folder: Path,
-    head: TrainedModel,
+    head: TrainedHead | TrainedDraftModel,
     target: Target,
     settings: TrainSettings,
     answers: AnswerFolder,
@@ -37,17 +60,14 @@ def export_head(
 ) -> None:
     """Write the folder of a head or draft model. The weights are replaced atomically."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = draft_tensors(head, target) if isinstance(head, TrainedDraftModel) else head.state_dict()
-    prefix = _MTP_PREFIX if isinstance(head, TrainedMtpHead) else ""
-    stored = {prefix + name: _stored(tensor) for name, tensor in tensors.items()}
+    tensors = head.tensors(target) if isinstance(head, TrainedDraftModel) else head.state_dict()
+    stored = {name: _stored(tensor) for name, tensor in tensors.items()}
     replace_tensors(folder / WEIGHTS, packed(stored) if settings.weights == "int8" else stored)
     if isinstance(head, TrainedDraftModel):
-        config = draft_config(head, target)
+        config = head.config(target)
         copy_side_files(target, folder)
     else:
-        config = head_config(head, target, answers.aux_hidden_state_layers[:-1])
-        if settings.weights == "int8":
-            config["quantization_config"] = QUANTIZATION_CONFIG
+        config = head.config | ({"quantization_config": QUANTIZATION_CONFIG} if settings.weights == "int8" else {})
     replace_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
     card = model_card(config, settings, answers.description | answers.size(), counters, validation)
     (folder / "README.md").write_text(card, encoding="utf-8")
@@ -55,47 +75,21 @@ def export_head(
         shutil.copyfile(folder.parent / LOG, folder / LOG)
 
 
-def head_config(head: TrainedHead, target: Target, aux_hidden_state_layers: list[int]) -> dict[str, Any]:
-    """config.json of the head."""
-    shape, config = target.shape, target.config
-    common = {
-        "model_type": "llama",
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": head.shape.ffn_size,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "num_hidden_layers": head.shape.num_layers,
-        "hidden_act": "silu",
-        "rms_norm_eps": shape.eps,
-        "max_position_embeddings": config.max_position_embeddings,
-        "vocab_size": shape.vocab_size,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-        "torch_dtype": "bfloat16",
-        **_rope(config.rope_parameters),
-        **{name: getattr(config, name) for name in ("bos_token_id", "eos_token_id")},
-    }
-    if isinstance(head, TrainedMtpHead):
-        mimo = {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "attention_bias": True}
-        return {**common, **mimo, "num_hidden_layers": shape.num_layers, "num_nextn_predict_layers": 1}
-    if isinstance(head, TrainedEagle2Head):
-        return {"architectures": ["LlamaForCausalLMEagle"], "bias": head.fc.bias is not None, **common}
-    mask = (
-        {"parallel_drafting": True, "ptd_token_id": head.mask_token_id} if isinstance(head, TrainedParallelHead) else {}
-    )
-    return {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        **common,
-        **mask,
-        "draft_vocab_size": len(head.draft_ids),
-        "fc_norm": True,
-        # Public heads list layer outputs: the input of layer l is the output of layer l - 1.
-        "eagle_config": {
-            "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in aux_hidden_state_layers],
-            "use_aux_hidden_state": True,
-        },
-    }
+def packed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a head with each matrix `*.weight` [outs, ins] as `*.weight_packed`, `_scale` and `_shape`.
+
+    A matrix whose inputs do not fill groups and other tensors stay as they are.
+    """
+    stored: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if tensor.dim() == 2 and name.endswith(".weight") and tensor.shape[1] % GROUP == 0:
+            rounded = to_int8(tensor)
+            stored[f"{name}_packed"] = rounded.ints.view(torch.int32)
+            stored[f"{name}_scale"] = rounded.scales.half() if rounded.is_exact_in_half else rounded.scales
+            stored[f"{name}_shape"] = torch.tensor(tensor.shape)
+        else:
+            stored[name] = tensor
+    return stored
 
 
 def init_head_width(settings: TrainSettings) -> int | None:
@@ -119,7 +113,7 @@ def init_head_width(settings: TrainSettings) -> int | None:
     return int(width)
 
 
-def load_exported(head: TrainedModel, folder: Path) -> bool:
+def load_exported(head: TrainedHead | TrainedDraftModel, folder: Path) -> bool:
     """Load an exported head into `head`, which keeps its draft vocabulary: output rows are matched by target id.
 
     Returns whether the folder has a mask, which only P-EAGLE heads have.
@@ -128,15 +122,15 @@ def load_exported(head: TrainedModel, folder: Path) -> bool:
     if not path.is_file():
         raise ConfigError(f"--init-head {folder} has no {WEIGHTS}; give a folder that this trainer wrote")
     with WeightReader(folder, "safetensors") as reader:
-        tensors = {name.removeprefix(_MTP_PREFIX): reader.get(name) for name in reader.names()}
+        tensors = {name: reader.get(name) for name in reader.names()}
     if isinstance(head, TrainedEagle3Head | TrainedEagle2Head):
         _check_trainable(folder)
     if isinstance(head, TrainedEagle3Head):
         _move_output_rows(head, tensors, path)
         _match_layers(head, tensors, folder)
-    has_mask = "mask_hidden" in tensors
+    has_mask = MASK in tensors
     if isinstance(head, TrainedParallelHead):
-        tensors.setdefault("mask_hidden", head.mask_hidden.detach())
+        tensors.setdefault(MASK, head.mask_hidden.detach())
     own = head.state_dict()
     for name, tensor in own.items():
         if name not in tensors or tensors[name].shape != tensor.shape:
@@ -196,11 +190,3 @@ def _move_output_rows(head: TrainedEagle3Head, tensors: dict[str, Tensor], path:
 def _stored(tensor: Tensor) -> Tensor:
     tensor = tensor.detach().cpu()
     return (tensor.bfloat16() if tensor.is_floating_point() else tensor).contiguous()
-
-
-def _rope(parameters: dict[str, Any] | None) -> dict[str, Any]:
-    """The target's RoPE settings under the names that public heads use."""
-    rope = dict(parameters or {})
-    theta = rope.pop("rope_theta", 10000.0)
-    scaled = rope.get("rope_type", "default") != "default"
-    return {"rope_theta": theta, "rope_scaling": rope if scaled else None}

@@ -1,53 +1,88 @@
-"""Trainable EAGLE-3, P-EAGLE and EAGLE-2 heads and MiMo's MTP layer, and their initialization.
+"""Draft heads that are trained: the networks of `specray.models.heads` with trainable parts, and their initialization.
 
-Parameter names are those of the checkpoints, so that `state_dict` is what is saved. `specray.models` has the inference
-modules of the same heads: with fused and packed weights, in-place operations and paged attention.
+A head is made from its config.json, so that it is served as it was trained.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specray.layers.module import Layer
+from specray.models.heads import eagle2, eagle3, mtp
+from specray.models.heads.eagle_files import HeadConfig, TensorNames, common_settings, head_shape
 from specray.models.llama_shape import LlamaShape
-from specray.train.attention import ChainKV, TrainingKV, chain_kvs
-from specray.train.norm import rms_norm
+from specray.models.loading import HEAD
+from specray.train.attention import ChainAttention
 from specray.train.target import Target
-from specray.train.unroll import Batch, hidden_state_rollout, shifted
-
-_STD = 0.02  # standard deviation of randomly initialized matrices
-_SMALL_STD = 0.002  # of matrices that write into the residual stream, so that a layer starts as the identity
+from specray.train.trained_parts import SMALL_STD, STD, TrainedParts
+from specray.train.unroll import Batch, TrainedModel, shifted
 
 
-class TrainedEagle3Head(nn.Module):
-    """Input: three aux hidden states and the next token.
+class TrainedHead(TrainedModel):
+    """A head over hidden states. `config` is its config.json, `shape` that of its decoder layers.
 
-    The attention of the first of its `shape.num_layers` layers reads [embedding; state]; the others are ordinary
-    decoder layers.
+    `decoder_prefix` begins the names of the tensors of the first of these.
     """
 
-    draft_ids: Tensor
+    network: eagle2.Eagle2 | eagle3.Eagle3 | mtp.MtpLayer
+    fc: nn.Linear  # joins the head's inputs
+
+    def __init__(self, config: dict[str, Any], shape: LlamaShape, draft_ids: Tensor, decoder_prefix: str) -> None:
+        super().__init__(draft_ids)
+        self.config = config
+        self.shape = shape
+        self.decoder_prefix = decoder_prefix
+
+    @abstractmethod
+    def start_from(self, target: Target) -> None:
+        """Initialize with the target's weights."""
+
+    def enter(self, aux_hidden_states: Tensor) -> Tensor:
+        """The first states [B, L, H], from aux hidden states [B, L, columns]."""
+        return aux_hidden_states
+
+    def rollout(self, target: Target, batch: Batch, steps: int) -> Iterator[Tensor]:
+        start, length = batch.start, batch.token_ids.shape[1]
+        attend = ChainAttention(start, self.shape.num_layers)
+        states = self.enter(batch.aux_hidden_states)
+        for step in range(steps):  # step 0 reads all positions and returns those with chains
+            positions = torch.arange(start if step else 0, length, device=batch.token_ids.device) + step
+            embeds = target.embed(shifted(batch.token_ids, positions + 1))
+            states = self.network(embeds, states, positions, attend)
+            yield states
+
+    def outputs(self, states: Tensor) -> Tensor:
+        return states
+
+
+class TrainedEagle3Head(TrainedHead):
+    """Input: several aux hidden states and the next token. The output matrix is the head's own."""
+
+    network: eagle3.Eagle3
+    lm_head: nn.Linear
     d2t: Tensor
     t2d: Tensor
 
-    def __init__(self, shape: LlamaShape, draft_ids: Tensor, num_aux_hidden_states: int = 3) -> None:
-        super().__init__()
-        self.shape = shape
-        size = shape.hidden_size
-        self.fc = linear(num_aux_hidden_states * size, size)
-        self.fc_norm = nn.ModuleList(Norm(size, shape.eps) for _ in range(num_aux_hidden_states))
-        if shape.num_layers == 1:
-            self.midlayer = Eagle3Layer(shape)  # SafeAILab's name, which every engine reads
-        else:
-            others = (TrainedDecoderLayer(shape, TrainedAttention(shape, size)) for _ in range(1, shape.num_layers))
-            self.layers = nn.ModuleList([Eagle3Layer(shape), *others])
-        self.norm = Norm(size, shape.eps)
-        self.lm_head = linear(size, len(draft_ids))
-        self.register_buffer("draft_ids", draft_ids, persistent=False)
+    def __init__(
+        self,
+        shape: LlamaShape,
+        draft_ids: Tensor,
+        target: Target,
+        aux_hidden_state_layers: Sequence[int],
+        mask_token_id: int | None = None,
+    ) -> None:
+        own = eagle3.trained_settings(len(draft_ids), aux_hidden_state_layers, mask_token_id)
+        config, names = common_settings(shape, target.config) | own, TensorNames.trained(3, shape.num_layers)
+        parsed, shape = _parsed(config, names)
+        super().__init__(config, shape, draft_ids, names.layer)
+        parts = TrainedParts(self, shape, target.rotary)
+        num_states, size = len(aux_hidden_state_layers), target.shape.hidden_size
+        self.network = eagle3.Eagle3(parsed, names, parts, num_states, size)
+        parts.linear(HEAD, (len(draft_ids), size))
         self.register_buffer("d2t", draft_ids - torch.arange(len(draft_ids)))
         self.register_buffer("t2d", torch.zeros(shape.vocab_size, dtype=torch.bool).index_fill_(0, draft_ids, True))
 
@@ -56,29 +91,13 @@ class TrainedEagle3Head(nn.Module):
         _start_as_last_block(self.fc.weight)
         with torch.no_grad():
             self.lm_head.weight.copy_(target.head[self.draft_ids])
-            self.norm.weight.copy_(target.norm)
+            self.network.norm.weight.copy_(target.norm)
 
     def enter(self, aux_hidden_states: Tensor) -> Tensor:
-        states: Tensor = self.fc(self.normed_hidden_states(aux_hidden_states))
-        return states
-
-    def normed_hidden_states(self, aux_hidden_states: Tensor) -> Tensor:
-        """The input of fc: each aux hidden state after its own norm."""
-        chunks = aux_hidden_states.chunk(len(self.fc_norm), -1)
-        return torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], -1)
-
-    def step(self, embeds: Tensor, states: Tensor, cos: Tensor, sin: Tensor, kvs: Sequence[ChainKV]) -> Tensor:
-        first, *others = [self.midlayer] if self.shape.num_layers == 1 else self.layers
-        states = first(embeds, states, cos, sin, kvs[0])
-        for layer, kv in zip(others, kvs[1:], strict=True):
-            states = layer(states, cos, sin, kv)
-        return states
-
-    def rollout(self, target: Target, batch: Batch, steps: int) -> Iterator[Tensor]:
-        return hidden_state_rollout(self, target, batch, steps)
+        return self.network.fuse(aux_hidden_states)
 
     def outputs(self, states: Tensor) -> Tensor:
-        return self.norm(states)
+        return self.network.norm(states)
 
     @property
     def output_weight(self) -> Tensor:
@@ -86,240 +105,90 @@ class TrainedEagle3Head(nn.Module):
 
 
 class TrainedParallelHead(TrainedEagle3Head):
-    """P-EAGLE: after step 0, a mask stands for the token and the state, so that no step waits for the one before it.
-
-    The mask is the embedding of `mask_token_id` and a learned value of the aux hidden states.
-    """
+    """P-EAGLE: after step 0, the mask stands for the token and the state, so that no step waits for the one before."""
 
     def __init__(
-        self, shape: LlamaShape, draft_ids: Tensor, mask_token_id: int, num_aux_hidden_states: int = 3
+        self,
+        shape: LlamaShape,
+        draft_ids: Tensor,
+        target: Target,
+        aux_hidden_state_layers: Sequence[int],
+        mask_token_id: int,
     ) -> None:
-        super().__init__(shape, draft_ids, num_aux_hidden_states)
+        super().__init__(shape, draft_ids, target, aux_hidden_state_layers, mask_token_id)
         self.mask_token_id = mask_token_id
-        self.mask_hidden = nn.Parameter(torch.randn(1, num_aux_hidden_states * shape.hidden_size))
+        columns = len(aux_hidden_state_layers) * target.shape.hidden_size
+        self.mask_hidden = nn.Parameter(torch.randn(1, columns))
 
     def rollout(self, target: Target, batch: Batch, steps: int) -> Iterator[Tensor]:
-        kvs, device = chain_kvs(batch.start, self.shape.num_layers), batch.token_ids.device
+        attend, device = ChainAttention(batch.start, self.shape.num_layers), batch.token_ids.device
         states = self.enter(batch.aux_hidden_states)
         num_rows, length = batch.token_ids.shape
-        embeds = target.embed(shifted(batch.token_ids, torch.arange(1, length + 1, device=device)))
-        yield self.step(embeds, states, *target.rotary.at(torch.arange(length, device=device)), kvs)
-        chains = torch.arange(batch.start, length, device=device)
+        positions = torch.arange(length, device=device)
+        yield self.network(target.embed(shifted(batch.token_ids, positions + 1)), states, positions, attend)
+        chains = positions[batch.start :]
         token = torch.tensor([self.mask_token_id], device=device)
         embed, state = target.embed(token), self.enter(self.mask_hidden.to(states.dtype))
         embeds, states = (mask.expand(num_rows, len(chains), -1) for mask in (embed, state))
         for step in range(1, steps):
-            yield self.step(embeds, states, *target.rotary.at(chains + step), kvs)
+            yield self.network(embeds, states, chains + step, attend)
 
 
-class _FrozenOutputHead(nn.Module, ABC):
-    """A head that predicts the target's final hidden state and uses the target's frozen output matrix.
+class TrainedEagle2Head(TrainedHead):
+    """Input: the target's final hidden state and the next token."""
 
-    Training uses only the matrix's rows of the most frequent ids (`draft_ids`).
-    """
+    network: eagle2.Eagle2
 
-    draft_ids: Tensor
-    target_rows: Tensor
-
-    def __init__(self, shape: LlamaShape, draft_ids: Tensor) -> None:
-        super().__init__()
-        self.shape = replace(shape, num_layers=1)  # however many the target has
-        self.register_buffer("draft_ids", draft_ids, persistent=False)
-        rows = torch.zeros(len(draft_ids), shape.hidden_size)
-        self.register_buffer("target_rows", rows, persistent=False)
-
-    @abstractmethod
-    def step(self, embeds: Tensor, states: Tensor, cos: Tensor, sin: Tensor, kvs: Sequence[ChainKV]) -> Tensor: ...
-
-    def take_output_of(self, target: Target) -> None:
-        self.target_rows = target.head[self.draft_ids]
-
-    def enter(self, aux_hidden_states: Tensor) -> Tensor:
-        return aux_hidden_states
-
-    def rollout(self, target: Target, batch: Batch, steps: int) -> Iterator[Tensor]:
-        return hidden_state_rollout(self, target, batch, steps)
-
-    def outputs(self, states: Tensor) -> Tensor:
-        return states
-
-    @property
-    def output_weight(self) -> Tensor:
-        return self.target_rows
-
-
-class TrainedEagle2Head(_FrozenOutputHead):
-    """Input: the target's final hidden state and the next token. A Llama layer without its input norm."""
-
-    def __init__(self, shape: LlamaShape, draft_ids: Tensor, bias: bool = False) -> None:
-        super().__init__(shape, draft_ids)
-        self.fc = linear(2 * shape.hidden_size, shape.hidden_size, bias)
-        self.layers = nn.ModuleList(
-            [TrainedDecoderLayer(shape, TrainedAttention(shape, shape.hidden_size), input_norm=False)]
-        )
+    def __init__(self, shape: LlamaShape, draft_ids: Tensor, target: Target, bias: bool = False) -> None:
+        common = common_settings(replace(shape, num_layers=1), target.config)  # however many the target has
+        config, names = common | eagle2.trained_settings(bias), TensorNames.trained(2, 1)
+        parsed, shape = _parsed(config, names)
+        super().__init__(config, shape, draft_ids, names.layer)
+        self.network = eagle2.Eagle2(parsed, names, TrainedParts(self, shape, target.rotary))
 
     def start_from(self, target: Target) -> None:
         """Initialize so that the layer's input is the hidden state."""
         _start_as_last_block(self.fc.weight)
         self.take_output_of(target)
 
-    def step(self, embeds: Tensor, states: Tensor, cos: Tensor, sin: Tensor, kvs: Sequence[ChainKV]) -> Tensor:
-        stepped: Tensor = self.layers[0](self.fc(torch.cat((embeds, states), -1)), cos, sin, *kvs)
-        return stepped
 
-
-class TrainedMtpHead(_FrozenOutputHead):
+class TrainedMtpHead(TrainedHead):
     """MiMo's MTP layer. Input: the target's final hidden state and the next token, each normed."""
 
-    def __init__(self, shape: LlamaShape, draft_ids: Tensor) -> None:
-        super().__init__(shape, draft_ids)
-        size = shape.hidden_size
-        self.token_layernorm = Norm(size, shape.eps)
-        self.hidden_layernorm = Norm(size, shape.eps)
-        self.input_proj = linear(2 * size, size)
-        self.input_layernorm = Norm(size, shape.eps)
-        self.self_attn = TrainedAttention(shape, size, qkv_bias=True)
-        self.post_attention_layernorm = Norm(size, shape.eps)
-        self.mlp = TrainedFeedForward(shape)
-        self.final_layernorm = Norm(size, shape.eps)
+    network: mtp.MtpLayer
+
+    def __init__(self, shape: LlamaShape, draft_ids: Tensor, target: Target) -> None:
+        config = common_settings(shape, target.config) | mtp.trained_settings(target.shape.num_layers)
+        shape = replace(shape, num_layers=1, qkv_bias=True, output_bias=False, qk_norm=False)  # MiMo's
+        super().__init__(config, shape, draft_ids, mtp.MIMO.prefix(mtp.TRAINED))
+        self.network = mtp.MtpLayer(mtp.MIMO, mtp.TRAINED, TrainedParts(self, shape, target.rotary))
+
+    @property
+    def fc(self) -> nn.Linear:  # type: ignore[override]
+        """The projection of the two inputs, under the name that other heads give it."""
+        assert isinstance(self.network.project, nn.Linear)
+        return self.network.project
 
     def start_from(self, target: Target) -> None:
         """Initialize so that the state passes through: the first norm's weight is the inverse of the last one's."""
         norm, size = target.norm.float(), self.shape.hidden_size
         with torch.no_grad():
-            self.input_proj.weight.mul_(_SMALL_STD / _STD)
-            self.input_proj.weight[:, :size].copy_(torch.eye(size))
-            self.hidden_layernorm.weight.copy_(norm.square().mean().sqrt() / norm)
-            self.final_layernorm.weight.copy_(norm)
+            self.fc.weight.mul_(SMALL_STD / STD)
+            self.fc.weight[:, :size].copy_(torch.eye(size))
+            self.network.state_norm.weight.copy_(norm.square().mean().sqrt() / norm)
+            self.network.out_norm.weight.copy_(norm)
         self.take_output_of(target)
 
-    @property
-    def fc(self) -> nn.Linear:
-        """The projection of the two inputs, under the name that other heads give it."""
-        return self.input_proj
 
-    def step(self, embeds: Tensor, states: Tensor, cos: Tensor, sin: Tensor, kvs: Sequence[ChainKV]) -> Tensor:
-        (kv,) = kvs
-        x = self.input_proj(self.joined(embeds, states, masks_first=kv.is_empty))
-        x = kv.rows_with_queries(x) + self.self_attn(self.input_layernorm(x), cos, sin, kv)
-        return self.final_layernorm(x + self.mlp(self.post_attention_layernorm(x)))
-
-    def joined(self, embeds: Tensor, states: Tensor, masks_first: bool) -> Tensor:
-        """[B, n, 2 * H]: state, then embedding, which is zero at the sequence's first position."""
-        if masks_first:
-            embeds = torch.cat((torch.zeros_like(embeds[:, :1]), embeds[:, 1:]), 1)
-        return torch.cat((self.hidden_layernorm(states), self.token_layernorm(embeds)), -1)
-
-
-class Eagle3Layer(Layer):
-    """EAGLE-3's decoder layer. The residual is the state before its norm."""
-
-    def __init__(self, shape: LlamaShape) -> None:
-        super().__init__()
-        size = shape.hidden_size
-        self.input_layernorm = Norm(size, shape.eps)
-        self.hidden_norm = Norm(size, shape.eps)
-        self.self_attn = TrainedAttention(shape, 2 * size)
-        self.post_attention_layernorm = Norm(size, shape.eps)
-        self.mlp = TrainedFeedForward(shape)
-
-    def forward(self, embeds: Tensor, states: Tensor, cos: Tensor, sin: Tensor, kv: ChainKV) -> Tensor:
-        x = torch.cat((self.input_layernorm(embeds), self.hidden_norm(states)), -1)
-        states = kv.rows_with_queries(states) + self.self_attn(x, cos, sin, kv)
-        return states + self.mlp(self.post_attention_layernorm(states))
-
-
-class TrainedDecoderLayer(Layer):
-    """A Llama layer, or EAGLE-2's, which has no input norm."""
-
-    def __init__(self, shape: LlamaShape, attention: "TrainedAttention", input_norm: bool = True) -> None:
-        super().__init__()
-        self.input_layernorm = Norm(shape.hidden_size, shape.eps) if input_norm else nn.Identity()
-        self.self_attn = attention
-        self.post_attention_layernorm = Norm(shape.hidden_size, shape.eps)
-        self.mlp = TrainedFeedForward(shape)
-
-    def forward(self, states: Tensor, cos: Tensor, sin: Tensor, kv: TrainingKV) -> Tensor:
-        states = kv.rows_with_queries(states) + self.self_attn(self.input_layernorm(states), cos, sin, kv)
-        return states + self.mlp(self.post_attention_layernorm(states))
-
-
-class TrainedAttention(Layer):
-    """Grouped-query attention over a TrainingKV."""
-
-    def __init__(
-        self,
-        shape: LlamaShape,
-        in_size: int,
-        qkv_bias: bool = False,
-        output_bias: bool = False,
-        qk_norm: bool = False,
-    ) -> None:
-        super().__init__()
-        self.head_dim = shape.head_dim
-        self.q_proj = linear(in_size, shape.num_heads * shape.head_dim, qkv_bias)
-        self.k_proj = linear(in_size, shape.num_kv_heads * shape.head_dim, qkv_bias)
-        self.v_proj = linear(in_size, shape.num_kv_heads * shape.head_dim, qkv_bias)
-        self.o_proj = linear(shape.num_heads * shape.head_dim, shape.hidden_size, output_bias, std=_SMALL_STD)
-        self.q_norm = Norm(shape.head_dim, shape.eps) if qk_norm else nn.Identity()
-        self.k_norm = Norm(shape.head_dim, shape.eps) if qk_norm else nn.Identity()
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv: TrainingKV) -> Tensor:
-        """x is [B, n, in_size]; cos and sin [n, 1, dim] are those of its positions."""
-        k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.k_proj, self.v_proj))
-        rows = kv.rows_with_queries(x)
-        skipped = x.shape[1] - rows.shape[1]
-        q = self.q_norm(self.q_proj(rows).unflatten(-1, (-1, self.head_dim)))
-        q, k = rotated(q, cos[skipped:], sin[skipped:]), rotated(self.k_norm(k), cos, sin)
-        out: Tensor = self.o_proj(kv.attend(q, k, v))
-        return out
-
-
-class TrainedFeedForward(Layer):
-    """down(silu(gate(x)) * up(x))"""
-
-    def __init__(self, shape: LlamaShape) -> None:
-        super().__init__()
-        self.gate_proj = linear(shape.hidden_size, shape.ffn_size)
-        self.up_proj = linear(shape.hidden_size, shape.ffn_size)
-        self.down_proj = linear(shape.ffn_size, shape.hidden_size, std=_SMALL_STD)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
-
-
-class Norm(Layer):
-    """Root-mean-square norm."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
-
-
-TrainedHead = TrainedEagle3Head | TrainedEagle2Head | TrainedMtpHead
-
-
-def linear(in_size: int, out_size: int, bias: bool = False, std: float = _STD) -> nn.Linear:
-    made = nn.Linear(in_size, out_size, bias)
-    nn.init.normal_(made.weight, std=std)
-    if bias:
-        nn.init.zeros_(made.bias)
-    return made
+def _parsed(config: dict[str, Any], names: TensorNames) -> tuple[HeadConfig, LlamaShape]:
+    path = Path("config.json")
+    parsed = HeadConfig.of(config, path)
+    return parsed, head_shape(parsed, path.parent, names)
 
 
 def _start_as_last_block(weight: Tensor) -> None:
     """Make the last block of weight [H, n * H] the identity and the others small."""
     size = weight.shape[0]
     with torch.no_grad():
-        weight.mul_(_SMALL_STD / _STD)
+        weight.mul_(SMALL_STD / STD)
         weight[:, -size:].copy_(torch.eye(size))
-
-
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [B, n, heads, dim], out of place (see `specray.layers.rotary.rotate_`)."""
-    return (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)

@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 
 from specray.train.batches import Collate
-from specray.train.draft_model import TrainedModel
 from specray.train.loss import Labels, soft_labels, soft_loss
 from specray.train.optimizer import Optimizer
 from specray.train.settings import TrainSettings
 from specray.train.shards import Answer
 from specray.train.target import Target
-from specray.train.unroll import UnrolledStep, labeled_positions, unroll
+from specray.train.unroll import TrainedModel, UnrolledStep, labeled_positions, unroll
 
 
 class Learner:

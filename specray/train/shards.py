@@ -29,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from specray.errors import ConfigError
-from specray.train.files import replace_tensors
+from specray.train.run_files import replace_tensors
 
 DESCRIPTION = "answers.json"
 _PATTERN = "shard-*.safetensors"

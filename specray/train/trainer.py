@@ -23,27 +23,31 @@ from specray.train.batches import (
     Progress,
     stored_hidden_states,
 )
-from specray.train.checkpoint import (
+from specray.train.draft_model import TrainedDraftModel, kept_layers
+from specray.train.export import export_head, init_head_width, load_exported
+from specray.train.heads import (
+    TrainedEagle2Head,
+    TrainedEagle3Head,
+    TrainedHead,
+    TrainedMtpHead,
+    TrainedParallelHead,
+)
+from specray.train.hidden_states import HiddenStateComputer
+from specray.train.initialization import fit_mask, is_eagle2, start_from_eagle2, start_linear
+from specray.train.learner import Learner, autocast
+from specray.train.process import Interrupts
+from specray.train.run_files import (
     CHECKPOINT,
     LOG,
     append_log,
     cut_log,
     last_validation,
+    plot_run,
     read_checkpoint,
     read_log,
     write_checkpoint,
 )
-from specray.train.draft_model import TrainedDraftModel, TrainedModel, kept_layers
-from specray.train.export import export_head, init_head_width, load_exported
-from specray.train.heads import TrainedEagle2Head, TrainedEagle3Head, TrainedMtpHead, TrainedParallelHead
-from specray.train.hidden_states import HiddenStateComputer
-from specray.train.learner import Learner, autocast
-from specray.train.mask_start import fit_mask
-from specray.train.mtp_start import is_eagle2, start_from_eagle2
-from specray.train.plot import plot_run
-from specray.train.process import Interrupts
 from specray.train.settings import Counters, TrainSettings
-from specray.train.start import start_linear
 from specray.train.target import Target, load_target
 from specray.train.token_map import frequent_ids
 from specray.train.validation import DEPTHS, Validator
@@ -180,10 +184,10 @@ class Trainer:
             fit_mask(self.head, self._target, self._folder, self._collate, self._settings.unroll - 1)
 
     def _restore(self, saved: dict[str, Any]) -> None:
-        self.head.load_state_dict(saved["head"])
         try:
+            self.head.load_state_dict(saved["head"])
             self._learner.optimizer.load_state_dict(saved["optimizer"])
-        except ValueError as error:
+        except (RuntimeError, ValueError) as error:
             raise ConfigError(
                 f"{self._run / CHECKPOINT} is of another version of the trainer ({error}); to continue, use another "
                 f"run folder and --init-head {self._run / HEAD}"
@@ -237,7 +241,7 @@ def _check_same_answers(folder: AnswerFolder, saved: dict[str, Any], run: Path) 
 
 def _build_head(
     settings: TrainSettings, folder: AnswerFolder, target: Target, saved: dict[str, Any] | None
-) -> TrainedModel:
+) -> TrainedHead | TrainedDraftModel:
     """An initialized head, as large as that of the checkpoint `saved`.
 
     Without one, its draft vocabulary is counted from the current answers.
@@ -250,17 +254,19 @@ def _build_head(
     else:
         draft_ids = saved["draft_ids"]
     ids = draft_ids.cpu().sort().values
-    head: TrainedModel
-    if settings.kind == "draft":
-        head = TrainedDraftModel(target.shape, ids, kept_layers(settings.layers, target.shape.num_layers))
-    elif settings.kind == "eagle2":
-        head = TrainedEagle2Head(shape, ids, settings.bias)
-    elif settings.kind == "mtp":
-        head = TrainedMtpHead(shape, ids)
-    elif settings.kind == "parallel":
-        head = TrainedParallelHead(shape, ids, next(iter(target.eos_ids), 0), len(folder.aux_hidden_state_layers) - 1)
-    else:
-        head = TrainedEagle3Head(shape, ids, len(folder.aux_hidden_state_layers) - 1)
+    aux_layers = folder.aux_hidden_state_layers[:-1]
+    head: TrainedHead | TrainedDraftModel
+    match settings.kind:
+        case "draft":
+            head = TrainedDraftModel(target, ids, kept_layers(settings.layers, target.shape.num_layers))
+        case "eagle2":
+            head = TrainedEagle2Head(shape, ids, target, settings.bias)
+        case "mtp":
+            head = TrainedMtpHead(shape, ids, target)
+        case "parallel":
+            head = TrainedParallelHead(shape, ids, target, aux_layers, next(iter(target.eos_ids), 0))
+        case _:
+            head = TrainedEagle3Head(shape, ids, target, aux_layers)
     head.to(target.device)
     head.start_from(target)
     return head

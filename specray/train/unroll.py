@@ -5,15 +5,13 @@ of t[i+1+s] and the state of step s-1 (step 0: from f[i]). It predicts the distr
 target's final hidden state at position i+1+s.
 """
 
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from specray.models.llama_shape import LlamaShape
-from specray.train.attention import ChainKV, chain_kvs
 from specray.train.target import Target
 
 
@@ -33,32 +31,33 @@ class Batch:
         return max(int(self.prompt_lengths.min()) - 2, 0)
 
 
-class DraftHead(Protocol):
-    """A head or draft model, as the trainer uses it."""
+class TrainedModel(nn.Module, ABC):
+    """A head or draft model whose parameters have the names of its checkpoint: `state_dict` is what is saved."""
 
     draft_ids: Tensor  # int64 [draft vocab], ascending: the target's id of each output row
+    target_rows: Tensor | None  # the target's output matrix at `draft_ids`, frozen; None: the model has its own
 
+    def __init__(self, draft_ids: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("draft_ids", draft_ids, persistent=False)
+        self.register_buffer("target_rows", None, persistent=False)
+
+    def take_output_of(self, target: Target) -> None:
+        self.target_rows = target.head[self.draft_ids]
+
+    @abstractmethod
     def rollout(self, target: Target, batch: Batch, steps: int) -> Iterator[Tensor]:
         """Yield the states [B, chains, H] after each step; chains start at positions `batch.start` … L-1."""
 
+    @abstractmethod
     def outputs(self, states: Tensor) -> Tensor:
         """The states to multiply with `output_weight`."""
 
     @property
     def output_weight(self) -> Tensor:
         """[draft vocab, H]"""
-
-
-class HiddenStateHead(Protocol):
-    """A head that reads aux hidden states; its own states are [B, L, H]."""
-
-    shape: LlamaShape  # of the head
-
-    def enter(self, aux_hidden_states: Tensor) -> Tensor:
-        """The first state, from aux hidden states [B, L, columns]."""
-
-    def step(self, embeds: Tensor, states: Tensor, cos: Tensor, sin: Tensor, kvs: Sequence[ChainKV]) -> Tensor:
-        """One draft step, with the KV of each layer. Step 0 reads all L positions and returns those with chains."""
+        assert self.target_rows is not None
+        return self.target_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +90,7 @@ def labeled_positions(batch: Batch, usable_ids: Tensor | None = None) -> Labeled
 
 
 def unroll(
-    head: DraftHead, target: Target, batch: Batch, labeled: LabeledPositions, steps: int
+    head: TrainedModel, target: Target, batch: Batch, labeled: LabeledPositions, steps: int
 ) -> Iterator[UnrolledStep]:
     """Yield the outputs of each step."""
     device = batch.token_ids.device
@@ -102,18 +101,6 @@ def unroll(
         number = shifted(labeled.number, first + 1 + step, fill=-1)
         counts = begins & (number >= 0)
         yield UnrolledStep(head.outputs(states[counts]), number[counts], chain_of[counts])
-
-
-def hidden_state_rollout(head: HiddenStateHead, target: Target, batch: Batch, steps: int) -> Iterator[Tensor]:
-    """`DraftHead.rollout` of a head that reads aux hidden states."""
-    start, length = batch.start, batch.token_ids.shape[1]
-    kvs = chain_kvs(start, head.shape.num_layers)
-    states = head.enter(batch.aux_hidden_states)
-    for step in range(steps):
-        positions = torch.arange(start if step else 0, length, device=batch.token_ids.device) + step
-        embeds = target.embed(shifted(batch.token_ids, positions + 1))
-        states = head.step(embeds, states, *target.rotary.at(positions), kvs)
-        yield states
 
 
 def shifted(rows: Tensor, positions: Tensor, fill: int = 0) -> Tensor:

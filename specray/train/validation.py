@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specray.train.batches import AnswerFolder, Collate, Place
 from specray.train.target import Target
-from specray.train.unroll import Batch, DraftHead, LabeledPositions, labeled_positions, unroll
+from specray.train.unroll import Batch, LabeledPositions, TrainedModel, labeled_positions, unroll
 
 DEPTHS = 5
 _TOP = (4, 8)
@@ -52,7 +52,7 @@ class Validator:
         self._best: dict[Place, Tensor] = {}
 
     @torch.no_grad()
-    def __call__(self, head: DraftHead, depths: int = DEPTHS) -> Validation | None:
+    def __call__(self, head: TrainedModel, depths: int = DEPTHS) -> Validation | None:
         """The metrics, or None if no sequence is held out yet."""
         hits = [
             self._hits((name, row), self._collate([self._folder[name][row]]), head, depths)
@@ -67,7 +67,7 @@ class Validator:
         found = (self._folder.usable(name, self._collate.max_length, held_out=True) for name in self._folder.names())
         return list(islice(chain.from_iterable(found), _MAX_SEQUENCES))
 
-    def _hits(self, place: Place, batch: Batch, head: DraftHead, depths: int) -> Tensor:
+    def _hits(self, place: Place, batch: Batch, head: TrainedModel, depths: int) -> Tensor:
         """int64 [chains, depths]: rank of the target's token among the draft's; -1 past the end of the sequence."""
         labeled = labeled_positions(batch)
         if place not in self._best:

@@ -12,10 +12,10 @@ from cluster.cli.check import check_file
 from specray.config import EngineConfig
 from specray.errors import ConfigError
 from specray.layers.parallel import RankGroup
-from specray.models.eagle_files import HeadConfig
 from specray.models.files import embedded_heads, resolve_draft, resolve_token_map
+from specray.models.heads.eagle_files import HeadConfig
+from specray.models.heads.mtp import check_mtp_files
 from specray.models.llama_shape import LlamaShape
-from specray.models.mtp import check_mtp_files
 from specray.models.registry import MODELS
 from specray.spec_decode.fr_spec import load_token_map
 from specray.spec_decode.tree_config import configured_shape

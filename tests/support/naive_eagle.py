@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specray.models.eagle import EagleHead
+from specray.models.heads.eagle3 import ParallelHead
+from specray.models.heads.served import EagleHead
 from specray.models.llama import Llama
-from specray.models.parallel_head import ParallelHead
 from specray.ops.noise import gumbel, noise_keys
 from specray.ops.sampling_state import GREEDY_BELOW
 from specray.spec_decode.draft_model import DraftModel

@@ -13,9 +13,9 @@ from specray.config import EngineConfig, SpeculativeConfig
 from specray.errors import ConfigError
 from specray.layers.linear import VocabEmbedding
 from specray.layers.parallel import RankGroup
-from specray.models.eagle import EagleHead
-from specray.models.eagle_files import HeadConfig
-from specray.models.eagle_loading import ALGORITHMS, load_eagle_head
+from specray.models.heads.eagle_files import HeadConfig
+from specray.models.heads.loading import ALGORITHMS, load_eagle_head
+from specray.models.heads.served import EagleHead
 from specray.models.llama import Llama
 from specray.models.registry import load_model
 from specray.models.target_matrices import TargetMatrices

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from specray.config import EngineConfig
 from specray.errors import ConfigError
 from specray.layers.parallel import RankGroup
+from specray.models.heads.mtp import MtpHead, MtpLayers, MtpStack, holds_mtp_layers, load_mtp_layers
 from specray.models.llama import Llama
-from specray.models.mtp import MtpHead, MtpLayers, MtpStack, holds_mtp_layers, load_mtp_layers
 from specray.models.registry import load_model
 from specray.models.target_matrices import TargetMatrices
 from tests.support.eagle_toy import target_matrices

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specray.config import SpeculativeConfig
-from specray.models.eagle_files import HeadConfig
+from specray.models.heads.eagle_files import HeadConfig
 from specray.spec_decode import DRAFTERS
 from specray.spec_decode.draft_rows import DraftRows
 from specray.spec_decode.draft_tree import DraftTree

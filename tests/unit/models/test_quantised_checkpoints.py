@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from specray.config import EngineConfig
 from specray.errors import ConfigError
 from specray.layers.parallel import RankGroup
+from specray.models.heads.mtp import load_mtp_layers
 from specray.models.loading import Loader
-from specray.models.mtp import load_mtp_layers
 from specray.models.quantized_formats import checkpoint_format
 from specray.models.registry import load_config, load_model, resolve_dtype
 from specray.models.target_matrices import TargetMatrices

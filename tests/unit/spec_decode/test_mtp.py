@@ -9,7 +9,7 @@ import torch
 
 from specray.config import SpeculativeConfig
 from specray.errors import ConfigError
-from specray.models.mtp import MtpStack
+from specray.models.heads.mtp import MtpStack
 from specray.sampling_params import SamplingParams
 from specray.spec_decode import DRAFTERS, check_speculative
 from specray.spec_decode.draft_tree import DraftTree
@@ -40,7 +40,7 @@ class NaiveStack(NaiveDraft):
         self._last_kv = torch.empty(0)
         tokens, states = torch.tensor([*self._text, *path]), self._states
         for layer in range(len(path) + 1):
-            embeds = stack._embed(tokens[layer + 1 : layer + 1 + end])
+            embeds = stack._embedding(tokens[layer + 1 : layer + 1 + end])
             states = stack._layers[layer](embeds, states, torch.arange(end), attend_to_the_past)
         return states[-1:]
 

@@ -31,7 +31,7 @@ def target_at(folder: Path) -> Target:
 
 def whole(target: Target) -> TrainedDraftModel:
     """A draft model with all of the target's layers."""
-    model = TrainedDraftModel(target.shape, ALL_IDS, range(target.shape.num_layers))
+    model = TrainedDraftModel(target, ALL_IDS, range(target.shape.num_layers))
     model.start_from(target)
     return model
 
@@ -78,7 +78,7 @@ def test_validation_of_a_copy_of_the_target_is_perfect(tmp_path: Path) -> None:
     figures = validator(whole(target))
     assert figures is not None
     assert figures.accept_length > 0.97 * (1 + DEPTHS)  # answers are stored in bfloat16
-    half = TrainedDraftModel(target.shape, ALL_IDS, [0])
+    half = TrainedDraftModel(target, ALL_IDS, [0])
     half.start_from(target)
     worse = validator(half)
     assert worse is not None

@@ -7,12 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specray.models.eagle_files import HeadConfig
+from specray.models.heads.eagle_files import HeadConfig
 from specray.models.loading import Loader
 from specray.models.quantized_formats import checkpoint_format
 from specray.models.weights import WeightReader
 from specray.ops.grouped_weight import GROUP, GroupedWeight
-from specray.train.int8_weights import QUANTIZATION_CONFIG, packed
+from specray.train.export import QUANTIZATION_CONFIG, packed
 from specray.train.trainer import Trainer
 from tests.support.training_data import write_answers
 from tests.unit.train.test_trainer import CPU, settings

@@ -4,7 +4,7 @@ import torch
 from specray.ops.cpu.library import kernels_on
 from specray.train import loss as module
 from specray.train.loss import Labels, soft_labels, soft_loss
-from specray.train.norm import rms_norm
+from specray.train.trained_parts import rms_norm
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 from specray.config import SpeculativeConfig
-from specray.models.mtp import MtpHead as ServedHead
-from specray.models.mtp import load_mtp_layers
+from specray.models.heads.mtp import MtpHead as ServedHead
+from specray.models.heads.mtp import load_mtp_layers
 from specray.models.target_matrices import TargetMatrices
 from specray.train.heads import TrainedMtpHead
 from specray.train.settings import TrainSettings
@@ -78,7 +78,7 @@ def matrices(target: Target) -> TargetMatrices:
 
 def test_initial_mtp_layer_passes_the_targets_state_on(tmp_path: Path) -> None:
     target = load_target(str(write_answers(tmp_path).parent / "target"), torch.float32, CPU, 64)
-    head, batch = TrainedMtpHead(target.shape, torch.arange(VOCAB_SIZE)), a_batch()
+    head, batch = TrainedMtpHead(target.shape, torch.arange(VOCAB_SIZE), target), a_batch()
     head.start_from(target)
     states = torch.nn.functional.rms_norm(batch.aux_hidden_states, (HIDDEN,)) * target.norm
     final = Batch(batch.token_ids, batch.lengths, batch.prompt_lengths, states, batch.final)

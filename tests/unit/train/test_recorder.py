@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specray.sampling_params import SamplingParams
-from specray.train.recorder import HiddenStateRecorder, Recording
+from specray.train.hidden_states import HiddenStateRecorder, Recording
 from tests.support.drafters import DRAWS, ScriptedDrafter
 from tests.support.engine import generate, make_llm
 from tests.support.naive_eagle import attend_to_the_past

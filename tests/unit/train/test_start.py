@@ -9,7 +9,7 @@ from torch import Tensor
 from specray.cli.main import main
 from specray.train.batches import AnswerFolder
 from specray.train.heads import TrainedEagle2Head, TrainedParallelHead
-from specray.train.mask_start import fit_mask
+from specray.train.initialization import fit_mask
 from specray.train.settings import TrainSettings
 from specray.train.trainer import Trainer
 from specray.train.unroll import labeled_positions, unroll
@@ -54,9 +54,8 @@ def test_masks_start_by_attending_to_the_last_position(
     trainer = Trainer(settings, write_answers(tmp_path), tmp_path / "run", CPU)
     head = trainer.head
     assert isinstance(head, TrainedParallelHead)
-    attention = (head.midlayer if num_layers == 1 else head.layers[0]).self_attn
-    for projection in (attention.q_proj, attention.k_proj):  # so that attention is not even, as in a trained head
-        projection.weight.data *= 20
+    for projection in ("q_proj", "k_proj"):  # so that attention is not even, as in a trained head
+        head.get_parameter(f"{head.decoder_prefix}self_attn.{projection}.weight").data *= 20
     before = {name: weight.clone() for name, weight in head.state_dict().items()}
     weights = [log_weight_of_last(trainer, mask, monkeypatch) for mask in (1, 2)]
     fit_mask(head, trainer._target, trainer._folder, trainer._collate, num_masks=2)

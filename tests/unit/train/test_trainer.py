@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specray.errors import ConfigError
-from specray.models.eagle_files import HeadConfig
-from specray.train.checkpoint import read_log
+from specray.models.heads.eagle_files import HeadConfig
 from specray.train.learner import Learner
+from specray.train.run_files import read_log
 from specray.train.settings import TrainSettings
 from specray.train.shards import write_shard
 from specray.train.trainer import Trainer

@@ -12,6 +12,7 @@ from specray.train.unroll import Batch, labeled_positions, unroll
 from tests.support.toy import VOCAB_SIZE, write_toy
 
 STEPS = 3
+AUX_LAYERS = (0, 1, 2)
 Head = TrainedEagle2Head | TrainedEagle3Head
 
 
@@ -25,9 +26,9 @@ def a_head(kind: str, target: Target, num_layers: int = 1) -> Head:
     shape = replace(target.shape, num_layers=num_layers)
     ids = torch.arange(0, VOCAB_SIZE, 2)
     made: dict[str, Callable[[], Head]] = {
-        "eagle3": lambda: TrainedEagle3Head(shape, ids),
-        "eagle2": lambda: TrainedEagle2Head(shape, ids, bias=True),
-        "parallel": lambda: TrainedParallelHead(shape, ids, mask_token_id=5),
+        "eagle3": lambda: TrainedEagle3Head(shape, ids, target, AUX_LAYERS),
+        "eagle2": lambda: TrainedEagle2Head(shape, ids, target, bias=True),
+        "parallel": lambda: TrainedParallelHead(shape, ids, target, AUX_LAYERS, mask_token_id=5),
     }
     head = made[kind]()
     head.start_from(target)

@@ -12,29 +12,30 @@ the state before that norm). `specray.spec_decode.mtp` grows trees with these la
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from specray.errors import ConfigError, first_of
-from specray.layers.linear import ColumnParallelLinear
+from specray.layers.module import Layer
 from specray.layers.moe import reason_without_graphs
-from specray.layers.norm import RMSNorm
 from specray.layers.parallel import RankGroup
 from specray.layers.rotary import RotaryEmbedding
-from specray.models.eagle import HeadForward
+from specray.models.causal_lm import CausalLM
 from specray.models.fused import StateLayers, fused_decoder, tree_network
+from specray.models.heads.parts import Layers, Parts
+from specray.models.heads.served import EagleHead, ServedParts
 from specray.models.loading import Loader
 from specray.models.registry import MODELS, load_config, shape_of
 from specray.models.target_matrices import TargetMatrices
 from specray.models.target_model import ModelShape
 from specray.models.weights import WeightReader
-from specray.ops.attention import Attend, AttentionBackend
+from specray.ops.attention import Attend
 from specray.ops.cpu.attention import PagedAttend
-from specray.ops.cpu.trees import TreeNetwork
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,10 @@ class Layout:
     out_norm: str
     state_first: bool  # of the two inputs of `project`
     masks_first: bool  # the embedding at position 0 is replaced by zeros
+
+    def prefix(self, number: int) -> str:
+        """Of the tensors of a layer."""
+        return self.layers.replace("*", str(number)) + "."
 
     def numbers(self, names: Sequence[str]) -> list[int]:
         """Numbers of the layers whose projection is among the tensors `names`."""
@@ -65,6 +70,7 @@ MIMO = Layout(
     masks_first=True,
 )
 NEXTN = Layout("model.layers.*", "enorm", "hnorm", "eh_proj", "shared_head.norm", state_first=False, masks_first=False)
+TRAINED = 0  # the number of the layer that SpecRay trains, in MiMo's layout
 _COPIES = ("embed_tokens.weight", "shared_head.head.weight", "rotary_emb.inv_freq")
 
 
@@ -113,109 +119,84 @@ def _layout_of(folder: Path, names: list[str]) -> tuple[Layout, list[int]]:
     return found[0]
 
 
+def trained_settings(num_target_layers: int) -> dict[str, Any]:
+    """The settings in config.json, beside `common_settings`, of a layer that SpecRay trains."""
+    return {
+        "architectures": ["MiMoForCausalLM"],
+        "model_type": "mimo",
+        "attention_bias": True,
+        "num_hidden_layers": num_target_layers,
+        "num_nextn_predict_layers": 1,
+    }
+
+
+class MtpLayer:
+    """The network of one layer."""
+
+    def __init__(self, layout: Layout, number: int, parts: Parts) -> None:
+        prefix, size = layout.prefix(number), parts.shape.hidden_size
+        self.state_first = layout.state_first
+        self._masks_first = layout.masks_first
+        self.embed_norm = parts.norm(f"{prefix}{layout.embed_norm}.weight", size)
+        self.state_norm = parts.norm(f"{prefix}{layout.state_norm}.weight", size)
+        self.project = parts.linear(f"{prefix}{layout.project}.weight", (size, 2 * size))
+        self.layers = parts.layers([prefix], size, norms_input=True)
+        self.out_norm = parts.norm(f"{prefix}{layout.out_norm}.weight", size)
+
+    def __call__(self, embeds: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """The next states [..., T, H] from embeddings and states; `positions` int64 [T] are those of the states."""
+        x = self.project(self.joined(embeds, states, positions))
+        return self.out_norm(self.layers(x, x, positions, attend))
+
+    def joined(self, embeds: Tensor, states: Tensor, positions: Tensor) -> Tensor:
+        """The input [..., T, 2 * H] of the projection."""
+        if self._masks_first:
+            embeds = embeds.masked_fill((positions == 0)[:, None], 0.0)
+        pair = self.state_norm(states), self.embed_norm(embeds)
+        return torch.cat(pair if self.state_first else pair[::-1], -1)
+
+
 class MtpLayers:
-    """The layers and what they share. Layer i keeps its KV in layer i of the drafter's pool."""
+    """All layers of a checkpoint, and what they share. Layer i keeps its KV in layer i of the drafter's pool."""
 
     def __init__(
         self, config: PretrainedConfig, loader: Loader, shared: TargetMatrices, layout: Layout, numbers: list[int]
     ) -> None:
         self.shape = shape = shape_of(config, loader.group)
         _check_target(loader.folder, shape, shared.shape)
-        architecture = MODELS[(config.architectures or [""])[0]]
-        rotary = architecture.rotary_of(config, loader, shared.max_positions)
-        self.dtype = shared.dtype
-        self.aux_hidden_state_layers: tuple[int, ...] = (shared.shape.num_layers,)
+        rotary = _architecture(config).rotary_of(config, loader, shared.max_positions)
         self.shared = shared
-        self.layers = [
-            MtpLayer(config, shape, loader, layout, number, place, rotary) for place, number in enumerate(numbers)
-        ]
+        self.layers: list[MtpLayer] = []
+        self.reason_without_graphs: str | None = None
+        for kv_layer, number in enumerate(numbers):
+            parts = _TargetParts(config, shape, rotary, loader, kv_layer)
+            self.layers.append(MtpLayer(layout, number, parts))
+            self.reason_without_graphs = self.reason_without_graphs or parts.reason_without_graphs
 
 
-class MtpLayer:
-    """One layer: [T, H] from embeddings and states [T, H]."""
+class _MtpDrafter(EagleHead):
+    """The first `count` of the layers, with the target's matrices; `token_map` as in Eagle2Head."""
 
-    def __init__(
-        self,
-        config: PretrainedConfig,
-        shape: ModelShape,
-        loader: Loader,
-        layout: Layout,
-        number: int,
-        kv_layer: int,
-        rotary: RotaryEmbedding,
-    ) -> None:
-        prefix, size = layout.layers.replace("*", str(number)) + ".", shape.hidden_size
-
-        def norm(name: str) -> RMSNorm:
-            return RMSNorm(loader.tensor(f"{prefix}{name}.weight", (size,)), shape.eps)
-
-        self._layout = layout
-        self._embed_norm, self._state_norm = norm(layout.embed_norm), norm(layout.state_norm)
-        weight = loader.tensor(f"{prefix}{layout.project}.weight", (size, 2 * size))
-        self._project = ColumnParallelLinear(weight, quantization=loader.quantization)
-        architecture = MODELS[(config.architectures or [""])[0]]
-        index = config.num_hidden_layers + kv_layer
-        self._block = architecture.layer(config, loader, prefix, index, kv_layer)
-        self.fused = fused_decoder([self._block], rotary, shape.eps)
-        self.reason_without_graphs = reason_without_graphs(self._block)
-        self._kv_layer = kv_layer
-        self.out_norm = norm(layout.out_norm)
-        self._rotary = rotary
-
-    @property
-    def state_layers(self) -> StateLayers:
-        """The combination of embeddings and states, without masking position 0, where no node of a tree lies."""
-        return StateLayers(self._embed_norm, self._state_norm, self._project, self._layout.state_first)
-
-    def __call__(self, embeds: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """The next states; `positions` int64 [T] are those of the states."""
-        if self._layout.masks_first:
-            embeds = embeds.masked_fill((positions == 0)[:, None], 0.0)
-        pair = self._state_norm(states), self._embed_norm(embeds)
-        x = self._project(torch.cat(pair if self._layout.state_first else pair[::-1], -1))
-        if self.fused is None or not isinstance(attend, PagedAttend):
-            return self.out_norm(self._block(x, *self._rotary.at(positions), attend))
-        stream = x.to(torch.float32, copy=True)
-        self.fused(stream, positions, attend, first_layer=self._kv_layer)
-        return self.out_norm(stream.to(x.dtype))
+    def __init__(self, layers: MtpLayers, count: int, token_map: Tensor | None = None) -> None:
+        self._layers = layers.layers[:count]
+        shape, shared = replace(layers.shape, num_layers=len(self._layers)), layers.shared
+        aux_hidden_state_layers = (shared.shape.num_layers,)
+        super().__init__(shape, shared, aux_hidden_state_layers, token_map, shared.embedding(), shared.head(token_map))
+        self.reason_without_graphs = layers.reason_without_graphs
 
 
-class _Drafting:
-    """The common parts of MtpHead and MtpStack."""
+class MtpHead(_MtpDrafter):
+    """One layer whose output is its next state."""
 
-    def __init__(self, layers: MtpLayers, token_map: Tensor | None) -> None:
-        shape = layers.shape
-        self.aux_hidden_state_layers = layers.aux_hidden_state_layers
-        self.num_heads, self.num_kv_heads = shape.num_local_heads, shape.num_local_kv_heads
-        self.head_dim, self.dtype, self.hidden_size = shape.head_dim, layers.dtype, shape.hidden_size
-        self.draft_token_ids = None if token_map is None else token_map.to(layers.shared.device, torch.int64)
-        self.vocab_size = shape.vocab_size if token_map is None else len(token_map)
-        self._head = layers.shared.head(self.draft_token_ids)
-        self._embed = layers.shared.embedding()
-        reasons = (layer.reason_without_graphs for layer in layers.layers)
-        self.reason_without_graphs = next(filter(None, reasons), None)
-
-    def fuse(self, aux_hidden_states: Tensor) -> Tensor:
-        return aux_hidden_states.to(self.dtype)
-
-    def target_ids(self, draft_ids: Tensor) -> Tensor:
-        ids = draft_ids.to(torch.int64)
-        return ids if self.draft_token_ids is None else self.draft_token_ids[ids]
-
-
-class MtpHead(_Drafting):
-    """One layer whose output is its next state. Implements `specray.models.eagle.EagleHead`."""
-
-    num_layers = 1
-    window: int | None = None
+    extends_in_network = False  # it does not mask position 0, where no node of a tree lies
 
     def __init__(self, layers: MtpLayers, token_map: Tensor | None = None) -> None:
-        super().__init__(layers, token_map)
-        self._layer = layer = layers.layers[0]
+        super().__init__(layers, 1, token_map)
+        (layer,) = self._layers
         self.network = tree_network(
-            layer.fused,
-            self._embed,
-            layer.state_layers,
+            layer.layers.fused,
+            self._embedding,
+            StateLayers(layer.embed_norm, layer.state_norm, layer.project, layer.state_first),
             layer.out_norm,
             self._head,
             self.draft_token_ids,
@@ -225,39 +206,22 @@ class MtpHead(_Drafting):
         )
 
     def __call__(self, token_ids: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        return self._layer(self._embed(token_ids), states, positions, attend)
-
-    def step_forward(self, attention: AttentionBackend) -> HeadForward:  # noqa: ARG002
-        return self
-
-    def recur(self, output: Tensor) -> Tensor:
-        return output
-
-    def logits(self, output: Tensor) -> Tensor:
-        return self._head(output)
+        return self._layers[0](self._embedding(token_ids), states, positions, attend)
 
 
-class MtpStack(_Drafting):
+class MtpStack(_MtpDrafter):
     """Several layers, each for its own draft step.
 
     Layer k turns the state of position i and token i + k + 1 into the state that predicts token i + k + 2. All layers
     process a token as soon as it is known: at position p, layer k is at position i = p - k. So a tree's node carries
-    the states of all layers that are used below it, the next one's first: [T, layers left, H].
+    the states of all layers that are used below it, the next one's first: [T, layers left, H]. `network` is None,
+    because each level runs other layers.
     """
-
-    def __init__(self, layers: MtpLayers, count: int, token_map: Tensor | None = None) -> None:
-        super().__init__(layers, token_map)
-        self._layers = layers.layers[:count]
-        self.network: TreeNetwork | None = None  # each level runs other layers
-
-    @property
-    def num_layers(self) -> int:
-        return len(self._layers)
 
     def read(self, layer: int, token_ids: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Output [T, H] of one layer; `states` [T, H] are the previous layer's one position earlier."""
         shifted = (positions - layer).clamp(min=0)  # a prompt may have fewer tokens than there are layers
-        return self._layers[layer](self._embed(token_ids), states, shifted, attend)
+        return self._layers[layer](self._embedding(token_ids), states, shifted, attend)
 
     def __call__(self, token_ids: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Outputs [T, layers left, H] of the last layers at tree nodes."""
@@ -275,6 +239,48 @@ class MtpStack(_Drafting):
         return self._head(output[:, 0])
 
 
+class _TargetParts(ServedParts):
+    """Parts of a layer that is one of the target's own decoder layers, with its KV in layer `kv_layer` of the pool."""
+
+    def __init__(
+        self, config: PretrainedConfig, shape: ModelShape, rotary: RotaryEmbedding, loader: Loader, kv_layer: int
+    ) -> None:
+        super().__init__(shape, rotary, loader)
+        self._config = config
+        self._kv_layer = kv_layer
+        self.reason_without_graphs: str | None = None  # of the layers that were made
+
+    def layers(self, prefixes: Sequence[str], width: int, norms_input: bool = False) -> Layers:
+        assert width == self.shape.hidden_size
+        assert norms_input
+        (prefix,) = prefixes
+        index = self._config.num_hidden_layers + self._kv_layer
+        block = _architecture(self._config).layer(self._config, self._loader, prefix, index, self._kv_layer)
+        self.reason_without_graphs = reason_without_graphs(block)
+        return _TargetLayer(block, self.rotary, self.shape.eps, self._kv_layer)
+
+
+class _TargetLayer:
+    """Implements `Layers`."""
+
+    def __init__(self, block: Layer, rotary: RotaryEmbedding, eps: float, kv_layer: int) -> None:
+        self._block = block
+        self._rotary = rotary
+        self._kv_layer = kv_layer
+        self.fused = fused_decoder([block], rotary, eps)
+
+    def __call__(self, x: Tensor, residual: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        if self.fused is None or not isinstance(attend, PagedAttend):
+            return self._block(residual, *self._rotary.at(positions), attend)
+        stream = x.to(torch.float32, copy=True)
+        self.fused(stream, positions, attend, first_layer=self._kv_layer)
+        return stream.to(x.dtype)
+
+
+def _architecture(config: PretrainedConfig) -> type[CausalLM]:
+    return MODELS[(config.architectures or [""])[0]]
+
+
 def _check_target(folder: Path, ours: ModelShape, target: ModelShape) -> None:
     for name in ("vocab_size", "hidden_size"):
         if getattr(ours, name) != getattr(target, name):
@@ -287,7 +293,7 @@ def _check_target(folder: Path, ours: ModelShape, target: ModelShape) -> None:
 
 def _check_rest(loader: Loader, layout: Layout, numbers: list[int]) -> None:
     """ConfigError if a layer has tensors that nothing has read, other than copies of the target's."""
-    prefixes = tuple(layout.layers.replace("*", str(number)) + "." for number in numbers)
+    prefixes = tuple(map(layout.prefix, numbers))
     unread = [name for name in loader.unread() if name.startswith(prefixes) and not name.endswith(_COPIES)]
     if unread:
         raise ConfigError(

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from specray.config import SpeculativeConfig
 from specray.errors import ConfigError
-from specray.models.eagle import EagleHead
-from specray.models.eagle2 import Eagle2Head
-from specray.models.eagle3 import Eagle3Head
-from specray.models.eagle_files import HeadConfig, TensorNames, check_rest, head_shape
 from specray.models.files import resolve_draft
+from specray.models.heads.eagle2 import Eagle2Head
+from specray.models.heads.eagle3 import Eagle3Head
+from specray.models.heads.eagle_files import HeadConfig, TensorNames, check_rest, head_shape
+from specray.models.heads.served import EagleHead
 from specray.models.llama_shape import LlamaShape
 from specray.models.loading import Loader
 from specray.models.target_matrices import TargetMatrices

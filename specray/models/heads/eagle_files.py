@@ -2,8 +2,7 @@
 
 Four layouts are supported: SafeAILab's (`midlayer.*`, EAGLE-3), `layers.0.*` (EAGLE-1 and -2, newer EAGLE-3), and
 speculators' (settings nested in `transformer_layer_config`; its EAGLE-1 has `fusion_fc` and `transformer.*`), each with
-or without `model.` before a name. `architectures` is not read: heads of both kinds say LlamaForCausalLM. The modules
-are in `specray.models.eagle`.
+or without `model.` before a name. `architectures` is not read: heads of both kinds say LlamaForCausalLM.
 """
 
 import json
@@ -78,9 +77,13 @@ class HeadConfig(BaseModel):
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Read the settings in `folder`, nested or not. ConfigError for one that is not implemented."""
+        """Read the settings in `folder`. ConfigError for one that is not implemented."""
         path = folder / "config.json"
-        content = _read_object(path)
+        return cls.of(_read_object(path), path)
+
+    @classmethod
+    def of(cls, content: dict[str, Any], path: Path) -> Self:
+        """The settings `content` of the file `path`, nested or not. ConfigError for one that is not implemented."""
         settings = _flat(content)
         settings["aux_ids_are_nested"] = not content.get(_AUX_IDS)
         for name, harmless in _UNSUPPORTED.items():
@@ -187,6 +190,11 @@ class TensorNames:
             )
         return cls(stored, layers[0], 3 if is_third else 2)
 
+    @classmethod
+    def trained(cls, kind: Literal[2, 3], num_layers: int) -> "TensorNames":
+        """Those of a head that SpecRay trains. An EAGLE-3 layer has SafeAILab's name, which every engine reads."""
+        return cls(frozenset(), "midlayer." if kind == 3 and num_layers == 1 else "layers.0.", kind)
+
     def of_plain(self, *plain: str) -> str:
         """The stored name of a tensor outside the layer, or the first of `plain` if it is not stored."""
         return next((name for name in _spellings(*plain) if name in self.stored), plain[0])
@@ -201,6 +209,18 @@ class TensorNames:
 
     def in_layer(self, name: str) -> bool:
         return self.layer + name in self.stored
+
+    def fusion(self, config: HeadConfig) -> tuple[str, str | None]:
+        """The weight and the bias of the linear `fc`.
+
+        If config.json does not mention a bias, there is one if the checkpoint has it. For EAGLE-3 that holds for
+        `bias: true` too, because SafeAILab's code ignores that setting there.
+        """
+        weight, bias = (self.of_plain(f"fc.{part}", f"fusion_fc.{part}") for part in ("weight", "bias"))
+        stated = config.bias if config.fusion_bias is None else config.fusion_bias
+        is_open = stated is None or (stated and self.kind == 3)
+        has_bias = bias in self.stored if is_open else stated
+        return weight, bias if has_bias else None
 
 
 def head_shape(config: HeadConfig, folder: Path, names: TensorNames) -> LlamaShape:
@@ -236,6 +256,32 @@ def head_shape(config: HeadConfig, folder: Path, names: TensorNames) -> LlamaSha
         qk_norm=names.in_layer("self_attn.q_norm.weight"),
         tied=False,
     )
+
+
+def common_settings(shape: LlamaShape, target: PretrainedConfig) -> dict[str, Any]:
+    """The settings in config.json of any head of this `shape` that SpecRay trains for `target`."""
+    rope = dict(target.rope_parameters or {})
+    theta = rope.pop("rope_theta", 10000.0)
+    is_scaled = rope.get("rope_type", "default") != "default"
+    return {
+        "model_type": "llama",
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.ffn_size,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "num_hidden_layers": shape.num_layers,
+        "hidden_act": "silu",
+        "rms_norm_eps": shape.eps,
+        "max_position_embeddings": target.max_position_embeddings,
+        "vocab_size": shape.vocab_size,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "torch_dtype": "bfloat16",
+        "rope_theta": theta,  # under the names that public heads use
+        "rope_scaling": rope if is_scaled else None,
+        **{name: getattr(target, name) for name in ("bos_token_id", "eos_token_id")},
+    }
 
 
 def read_draft_vocabulary(loader: Loader, names: TensorNames, size: int, target_size: int) -> Tensor | None:

@@ -1,0 +1,141 @@
+"""What serves a draft head: packed parts of its checkpoint, and the interface that drafters know."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
+
+from specray.errors import ConfigError
+from specray.layers.linear import ColumnParallelLinear, VocabEmbedding, VocabHead
+from specray.layers.norm import NormOfParts, RMSNorm
+from specray.layers.parallel import RankGroup
+from specray.layers.rotary import RotaryEmbedding
+from specray.models.decoder_layer import FeedForward
+from specray.models.heads.eagle_files import HeadConfig, TensorNames
+from specray.models.heads.parts import Parts
+from specray.models.llama import Attention
+from specray.models.llama_shape import LlamaShape
+from specray.models.loading import HEAD, Loader
+from specray.models.target_matrices import TargetMatrices
+from specray.models.target_model import ModelShape
+from specray.ops.attention import Attend, AttentionBackend
+from specray.ops.cpu.attention import PagedAttention
+from specray.ops.cpu.trees import TreeNetwork
+
+HeadForward = Callable[[Tensor, Tensor, Tensor, Attend], Tensor]  # the type of an EagleHead's call
+
+
+class EagleHead(ABC):
+    """A draft head of hidden size H, not sharded. `draft_token_ids` int64 [n]: the target's ids of its logits' columns.
+
+    A state is the head's summary of everything before a token: from the target's hidden states, or the head's own
+    output in deeper draft steps.
+    """
+
+    network: TreeNetwork | None = None  # the head as a function that grows trees, where the kernels have one
+    extends_in_network = True  # `network.extend` equals the call
+    window: int | None = None  # positions that a query attends to, its own included; None: all
+    reason_without_graphs: str | None = None  # see `specray.layers.moe`
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        shared: TargetMatrices,
+        aux_hidden_state_layers: tuple[int, ...],
+        draft_token_ids: Tensor | None,
+        embedding: VocabEmbedding,
+        head: VocabHead,
+    ) -> None:
+        self.aux_hidden_state_layers = aux_hidden_state_layers  # of the target, see TargetModel
+        self.num_layers = shape.num_layers
+        self.num_heads, self.num_kv_heads = shape.num_local_heads, shape.num_local_kv_heads
+        self.head_dim, self.hidden_size = shape.head_dim, shape.hidden_size
+        self.dtype = shared.dtype
+        self.draft_token_ids = None if draft_token_ids is None else draft_token_ids.to(shared.device, torch.int64)
+        self.vocab_size = head.num_columns  # of `logits`
+        self._embedding = embedding
+        self._head = head
+
+    @abstractmethod
+    def __call__(self, token_ids: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Output [T, H] of the last layer, before any norm; token_ids (of the target) and positions are int64 [T]."""
+
+    def step_forward(self, attention: AttentionBackend) -> HeadForward:
+        """The fastest form of `__call__` for the steps that `attention` plans."""
+        if self.network is not None and self.extends_in_network and isinstance(attention, PagedAttention):
+            return self.network.extend
+        return self
+
+    def fuse(self, aux_hidden_states: Tensor) -> Tensor:
+        """States [T, H] from the target's hidden states [T, aux_hidden_state_layers * target hidden] of any type."""
+        return aux_hidden_states.to(self.dtype)
+
+    def recur(self, output: Tensor) -> Tensor:
+        """The states of the tokens that are drafted from `output`."""
+        return output
+
+    def logits(self, output: Tensor) -> Tensor:
+        """float32 [n, vocab_size]"""
+        return self._head(output)
+
+    def target_ids(self, draft_ids: Tensor) -> Tensor:
+        """int64: the target's ids of draft ids of any shape."""
+        ids = draft_ids.to(torch.int64)
+        return ids if self.draft_token_ids is None else self.draft_token_ids[ids]
+
+
+class ServedParts(Parts):
+    """Parts with packed weights, in the types and with the kernels of `loader`."""
+
+    def __init__(self, shape: ModelShape, rotary: RotaryEmbedding, loader: Loader) -> None:
+        super().__init__(shape, rotary)
+        self._loader = loader
+
+    def norm(self, name: str, size: int) -> RMSNorm:
+        return RMSNorm(self._loader.tensor(name, (size,)), self.shape.eps)
+
+    def norm_of_parts(self, names: Sequence[str], size: int) -> NormOfParts:
+        return NormOfParts([self._loader.tensor(name, (size,)) for name in names], self.shape.eps)
+
+    def linear(self, name: str, shape: tuple[int, int], bias: str | None = None) -> ColumnParallelLinear:
+        added = None if bias is None else self._loader.tensor(bias, shape[:1])
+        return ColumnParallelLinear(self._loader.weight(name, shape), added, self._loader.quantization)
+
+    def attention(self, index: int, prefix: str, width: int) -> Attention:
+        assert isinstance(self.shape, LlamaShape)
+        return Attention(index, self.shape, self._loader, prefix, width)
+
+    def feed_forward(self, prefix: str) -> FeedForward:
+        assert isinstance(self.shape, LlamaShape)
+        return FeedForward(self.shape.hidden_size, self.shape.ffn_size, self._loader, prefix)
+
+
+def load_embedding(shape: LlamaShape, loader: Loader, names: TensorNames, shared: TargetMatrices) -> VocabEmbedding:
+    """The target's embedding, unless the checkpoint has another one or its width is not the target's."""
+    name = names.of_plain("embed_tokens.weight")
+    if shape.hidden_size == shared.shape.hidden_size and name not in names.stored:
+        return shared.embedding()
+    own = loader.tensor(name, (shape.vocab_size, shape.hidden_size))
+    if shape.hidden_size != shared.shape.hidden_size:
+        return VocabEmbedding(own, RankGroup())
+    return shared.embedding(own)
+
+
+def full_output(shape: LlamaShape, loader: Loader, names: TensorNames) -> Tensor | None:
+    """The checkpoint's output matrix over the target's vocabulary, if it has one."""
+    name = names.of_plain(HEAD)
+    return loader.tensor(name, (shape.vocab_size, shape.hidden_size)) if name in names.stored else None
+
+
+def load_rotary(config: HeadConfig, shape: LlamaShape, loader: Loader, max_positions: int) -> RotaryEmbedding:
+    """Tables for the target's context length. A head's own max_position_embeddings is that of its training data."""
+    try:
+        config_of_rope = config.rope(shape.head_dim)
+        return RotaryEmbedding(config_of_rope, shape.head_dim, max_positions, loader.dtype, loader.device)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError, StrictDataclassError) as error:
+        raise ConfigError(
+            f"{loader.folder / 'config.json'}: its RoPE settings cannot be used ({error}); correct rope_scaling or "
+            "choose another head"
+        ) from error
