@@ -2,7 +2,7 @@
 
 `deliver` is called in the loop's thread with the outputs of one or several steps; it must pass them on to the caller's
 event loop.
-Every submitted request ends in exactly one output with a finish reason, even if the loop fails.
+Every submitted request ends in exactly one output with a finish reason, even if the loop fails, and the engine with it.
 """
 
 import logging
@@ -17,7 +17,9 @@ from specray.engine.output_buffer import OutputBuffer
 from specray.engine.request import EngineRequest, Request
 from specray.errors import EngineDeadError, QueueFullError
 from specray.metrics import Snapshot
-from specray.outputs import RequestOutput
+from specray.outputs import FinishReason, RequestOutput, RequestUsage
+
+FLUSHED_BLOCKS = 1024  # of the prefix cache that are evicted between two steps; each takes some microseconds
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +27,8 @@ logger = logging.getLogger(__name__)
 class AsyncEngine:
     """Thread-safe interface of an `Engine`; start it once, close it once.
 
-    Callers only append to `_calls` and `_arrived`. The engine itself belongs to the loop's thread, so no caller waits
-    for a step.
+    Callers only append to `_calls`, `_arrived` and `_unfinished`. The engine itself belongs to the loop's thread, so no
+    caller waits for a step.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class AsyncEngine:
         self._engine = engine
         self._deliver = deliver
         self._buffer = OutputBuffer(stream_interval_s, time.monotonic)
+        self._unfinished: dict[str, EngineRequest] = {}  # by id, until their last output is delivered
         self._arrived: deque[EngineRequest] = deque()  # not queued in the engine yet
         self._calls: deque[Callable[[], None]] = deque()  # to run in the loop's thread before the next step
         self._changed = threading.Condition()
@@ -58,6 +61,7 @@ class AsyncEngine:
             except QueueFullError:
                 self.add_refused(1)
                 raise
+            self._unfinished[request.request_id] = request
             self._arrived.append(request)
             self._calls.append(self._enqueue)
             self._changed.notify()
@@ -85,16 +89,17 @@ class AsyncEngine:
         self._call(lambda: self._engine.abort(ended))
 
     def draft_with(self, speculative: SpeculativeConfig, max_draft_tokens: int) -> None:
-        """Plan for another drafter from the next step on."""
-        self._call(lambda: self._engine.draft_with(speculative, max_draft_tokens))
+        """Plan for another drafter from the next step on. The caller waits while learnt costs are read from disk."""
+        budget = self._engine.new_budget(speculative, max_draft_tokens)
+        self._call(lambda: self._engine.draft_with(speculative, max_draft_tokens, budget))
 
     def abort_of(self, tenant: str, name: str | None) -> None:
         """End a tenant's requests of this name, or all of them, with finish reason `abort`."""
         self._call(lambda: self._engine.abort_of(tenant, name))
 
     def flush_cache(self) -> None:
-        """Evict all blocks that no running request uses from the prefix cache."""
-        self._call(self._engine.scheduler.cache.clear)
+        """Evict all blocks that no running request uses from the prefix cache, some after each of the next steps."""
+        self._call(lambda: self._evict(self._engine.scheduler.cache.num_idle))
 
     def stats(self) -> Snapshot:
         """Metrics as of the last step."""
@@ -145,23 +150,49 @@ class AsyncEngine:
         with self._changed:
             while not (self._closing or self._calls or self._engine.has_work):
                 self._changed.wait()
-            while self._calls:
-                self._calls.popleft()()
-            return not self._closing
+            calls, self._calls = self._calls, deque()
+        for call in calls:  # without the lock: callers must not wait for them
+            call()
+        return not self._closing
 
     def _enqueue(self) -> None:
-        self._engine.enqueue(self._arrived.popleft())
+        with self._changed:  # a request counts as arrived or as queued, and never as both or neither
+            self._engine.enqueue(self._arrived.popleft())
+
+    def _evict(self, num_blocks: int) -> None:
+        self._engine.scheduler.cache.evict(min(num_blocks, FLUSHED_BLOCKS))
+        if (num_left := num_blocks - FLUSHED_BLOCKS) > 0:
+            self._call(lambda: self._evict(num_left))
 
     def _publish(self, outputs: list[RequestOutput]) -> None:
         self._engine.update_gauges()
         self._snapshot = self._engine.stats.snapshot()
+        self._pass_on(outputs)
+
+    def _pass_on(self, outputs: list[RequestOutput]) -> None:
         if ready := self._buffer.add(outputs):
             self._deliver(ready)
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._unfinished.pop(output.request_id, None)
 
     def _fail(self, message: str) -> None:
+        """End every unfinished request with an error, also those that the engine has lost or cannot end."""
         with self._changed:
-            self._error = message
-            while self._arrived:
-                self._enqueue()
-            self._calls.clear()
-        self._publish(self._engine.fail_all(message))
+            self._error = message  # from here on `submit` refuses
+        outputs: list[RequestOutput] = []
+        try:
+            outputs = self._engine.fail_all(message)
+            self._engine.update_gauges()
+            self._snapshot = self._engine.stats.snapshot()
+        except BaseException:
+            logger.exception("the engine could not end its requests")
+        ended = {output.request_id for output in outputs if output.finish_reason is not None}
+        lost = [spec for request_id, spec in self._unfinished.items() if request_id not in ended]
+        self._pass_on(outputs + [_failed(spec, message) for spec in lost])
+
+
+def _failed(spec: EngineRequest, message: str) -> RequestOutput:
+    """The last output of a request about which the engine says nothing."""
+    usage = RequestUsage(len(spec.prompt_token_ids), 0, 0, 0, 0, 0, 0)
+    return RequestOutput(spec.request_id, [], "", None, FinishReason.ERROR, None, message, usage)

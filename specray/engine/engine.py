@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.engine.admission import Admission
 from specray.engine.detokenizer import TextStream
-from specray.engine.draft_budget import StepTimer, make_budget
+from specray.engine.draft_budget import DraftBudget, StepTimer, make_budget
 from specray.engine.draft_tracer import DraftTracer
 from specray.engine.drafter_selection.selector import DrafterSelector
 from specray.engine.executor import Executor
@@ -114,11 +114,20 @@ class Engine:
             self._record.step(result, time.perf_counter() - start)
         return self._take_outputs()
 
-    def draft_with(self, speculative: SpeculativeConfig, max_draft_tokens: int) -> None:
-        """Plan for another drafter. The worker may switch earlier or later, because it truncates trees to the plan."""
+    def new_budget(self, speculative: SpeculativeConfig, max_draft_tokens: int) -> DraftBudget:
+        """The budget for another drafter. Thread-safe; reads a file."""
+        return make_budget(self.config, speculative, self.capacity._replace(max_draft_tokens=max_draft_tokens))
+
+    def draft_with(
+        self, speculative: SpeculativeConfig, max_draft_tokens: int, budget: DraftBudget | None = None
+    ) -> None:
+        """Plan for another drafter. The worker may switch earlier or later, because it truncates trees to the plan.
+
+        `budget` is that of `new_budget`, which is called here if it is None.
+        """
+        self.scheduler.budget = budget or self.new_budget(speculative, max_draft_tokens)
         self.capacity = self.capacity._replace(max_draft_tokens=max_draft_tokens)
         self.scheduler.max_draft_tokens = max_draft_tokens
-        self.scheduler.budget = make_budget(self.config, speculative, self.capacity)
         self._timer = StepTimer()
         self._record.drafter(speculative.drafter_name)
         if self._selector is None:

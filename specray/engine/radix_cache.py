@@ -74,9 +74,9 @@ class RadixCache:
             self._evict_one()
         return self.pool.allocate(num_blocks)
 
-    def clear(self) -> None:
-        """Evict every idle block."""
-        while self.num_idle:
+    def evict(self, num_blocks: int) -> None:
+        """Evict idle blocks, at most `num_blocks`, those first that were used least recently."""
+        for _ in range(min(num_blocks, self.num_idle)):
             self._evict_one()
 
     def _keys(self, token_ids: Sequence[int]) -> Iterator[tuple[int, ...]]:

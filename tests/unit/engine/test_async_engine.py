@@ -5,10 +5,13 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from specray.config import EngineConfig
+from specray.config import EngineConfig, SpeculativeConfig
+from specray.engine import async_engine
 from specray.engine.async_engine import AsyncEngine
 from specray.engine.engine import Engine
 from specray.engine.request import EngineRequest
@@ -16,6 +19,7 @@ from specray.errors import EngineDeadError, InvalidRequestError, QueueFullError
 from specray.outputs import FinishReason, RequestOutput
 from specray.sampling_params import SamplingParams
 from specray.step import StepPlan, StepResult
+from tests.support.processes import wait_until
 from tests.unit.engine.fake_executor import FakeExecutor, continuation, letters_tokenizer, request
 
 TIMEOUT = 10.0
@@ -277,3 +281,95 @@ def test_statistics_can_be_read_from_another_thread() -> None:
         outputs.wait(1)
         assert before["specray_prompt_tokens_total"] == 0
         assert engine.stats()["specray_prompt_tokens_total"] == 3
+
+
+@pytest.mark.parametrize("broken", ["enqueue", "fail_all", "update_gauges"])
+def test_every_request_ends_once_though_the_engine_itself_fails(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request whose arrival raised was in no list and never ended, nor did the others if ending them raised."""
+    submitted = [long_request(1), long_request(2), long_request(3)]
+    with serving() as (engine, executor, outputs):
+        engine.submit(submitted[0])
+        outputs.wait_for_tokens("r1")
+        with engine._changed:  # the loop waits for it between two steps
+            monkeypatch.setattr(engine._engine, broken, Mock(side_effect=RuntimeError("broken")))
+            if broken == "fail_all":
+                executor.error = RuntimeError("broken")
+            engine.submit(submitted[1])
+            engine.submit(submitted[2])
+        outputs.wait(3)
+    assert outputs.reasons == {request.request_id: FinishReason.ERROR for request in submitted}
+    assert {end.error for end in outputs.ends} == {"broken"}
+
+
+def test_a_request_whose_arrival_fails_is_the_one_that_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not those that are computed, or that arrive after it."""
+    with serving() as (engine, _, outputs):
+        engine.submit(long_request(1))
+        outputs.wait_for_tokens("r1")
+        with engine._changed:
+            add = engine._engine.scheduler.add
+            monkeypatch.setattr(engine._engine.scheduler, "add", Mock(side_effect=[RuntimeError("broken"), add]))
+            engine.submit(long_request(2))
+            engine.submit(long_request(3))
+        outputs.wait(3)
+        assert [blamed.request_id for blamed in engine.computing] == ["r2"]
+
+
+def test_no_caller_waits_for_a_flush_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving() as (engine, _, outputs):
+        is_flushing, may_go_on = threading.Event(), threading.Event()
+
+        def slow(_: int) -> None:
+            is_flushing.set()
+            assert may_go_on.wait(TIMEOUT)
+
+        monkeypatch.setattr(engine._engine.scheduler.cache, "evict", slow)
+        engine.flush_cache()
+        assert is_flushing.wait(TIMEOUT)
+        submitting = threading.Thread(target=engine.submit, args=(request(0, [2], max_tokens=2),))
+        submitting.start()
+        submitting.join(1.0)
+        assert not submitting.is_alive()
+        may_go_on.set()
+        outputs.wait(1)
+
+
+def test_a_flush_of_a_large_cache_lets_steps_run_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_engine, "FLUSHED_BLOCKS", 2)
+    prompt = [2 + number % 7 for number in range(130)]  # eight blocks
+    with serving() as (engine, _, outputs):
+        scheduler = engine._engine.scheduler
+        engine.submit(request(0, prompt, max_tokens=2))
+        outputs.wait(1)
+        evict, evicted = scheduler.cache.evict, dict[int, int]()  # blocks by number of the step before
+
+        def recorded(num_blocks: int) -> None:
+            evicted[scheduler._num_steps] = num_blocks
+            evict(num_blocks)
+
+        monkeypatch.setattr(scheduler.cache, "evict", recorded)
+        engine.submit(long_request(1))
+        outputs.wait_for_tokens("r1")
+        engine.flush_cache()
+        wait_until(lambda: not scheduler.cache.num_idle, TIMEOUT)
+        assert list(evicted.values()) == [2, 2, 2, 2]
+        engine.submit(request(2, prompt, max_tokens=2))
+        outputs.wait(2)
+        assert [end.usage.num_cached_tokens for end in outputs.ends] == [0, 0]
+
+
+def test_learnt_costs_are_read_in_the_callers_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving() as (engine, _, outputs):
+        new_budget, threads = engine._engine.new_budget, []
+
+        def recorded(*given: Any) -> Any:
+            threads.append(threading.current_thread().name)
+            return new_budget(*given)
+
+        monkeypatch.setattr(engine._engine, "new_budget", recorded)
+        before = engine._engine.scheduler.budget
+        engine.draft_with(SpeculativeConfig(algorithm="NGRAM"), 3)
+        engine.submit(request(0, [2], max_tokens=2))
+        outputs.wait(1)
+        assert engine._engine.scheduler.budget is not before
+        assert threads == [threading.main_thread().name]

@@ -91,7 +91,7 @@ class BlocksMachine(RuleBasedStateMachine):
 
     @rule()
     def clear(self) -> None:
-        self.cache.clear()
+        self.cache.evict(self.cache.num_idle)
         self.cached = {key: block for key, block in self.cached.items() if block.users}
 
     @invariant()

@@ -34,15 +34,27 @@ def test_roots_without_blocks_are_removed() -> None:
         assert len(cache._roots) <= 4
         assert len(cache._idle_leaves) <= 8
     assert set(cache._roots) == {f"tenant {salt}" for salt in range(4996, 5000)}
-    cache.clear()
+    cache.evict(cache.num_idle)
     assert not cache._roots
     assert cache.pool.num_free == cache.pool.num_usable
+
+
+def test_a_part_of_the_idle_blocks_can_be_evicted() -> None:
+    cache = RadixCache(BlockPool(9), 2)
+    store(cache, "old", [1, 2, 3, 4])
+    path = store(cache, "new", [1, 2, 3, 4])
+    cache.evict(3)
+    assert (cache.num_cached, cache.num_idle) == (1, 1)
+    assert cache.match("old", [1, 2, 3, 4]) == []
+    assert cache.match("new", [1, 2, 3, 4]) == path[:1]
+    cache.evict(5)
+    assert cache.num_idle == 0
 
 
 def test_a_cleared_namespace_can_be_used_again() -> None:
     cache = RadixCache(BlockPool(9), 2)
     store(cache, "tenant", [1, 2])
-    cache.clear()
+    cache.evict(cache.num_idle)
     assert cache.match("tenant", [1, 2]) == []
     path = store(cache, "tenant", [1, 2])
     assert cache.match("tenant", [1, 2, 3]) == path

@@ -2,9 +2,11 @@
 
 import json
 import platform
+import threading
 from operator import mul
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -97,6 +99,7 @@ def test_nothing_is_known_at_the_start() -> None:
 def test_a_restarted_server_knows_its_costs(tmp_path: Path) -> None:
     store = CostStore(tmp_path / "costs" / "of.json")
     store.save(learnt())
+    store.wait()
     assert store.load().seconds(shape(1, 7)) == learnt().seconds(shape(1, 7))
 
 
@@ -139,10 +142,35 @@ def test_costs_are_kept_by_hardware() -> None:
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"target": [[1]], "rest": {}}', '{"target": 3, "rest": null}', *NOT_FINITE]
 )
-def test_a_damaged_file_is_ignored(tmp_path: Path, text: str) -> None:
+def test_a_damaged_file_is_named_and_ignored(tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
     store = CostStore(tmp_path / "costs.json")
     store.path.write_text(text)
     assert store.load().to_json() == json.loads(json.dumps(StepCosts().to_json()))
+    [record] = caplog.records
+    assert f"{store.path} cannot be read" in record.message
+
+
+def test_a_first_start_logs_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    CostStore(tmp_path / "costs.json").load()
+    assert not caplog.records
+
+
+def test_the_step_loop_does_not_wait_for_a_slow_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_written = threading.Event()
+    write = Path.write_text
+
+    def slow(path: Path, *arguments: Any, **options: Any) -> int:
+        assert is_written.wait(10)
+        return write(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "write_text", slow)
+    store = CostStore(tmp_path / "of.json")
+    store.save(learnt())
+    store.save(StepCosts())  # left out: the write before goes on
+    assert not store.path.exists()
+    is_written.set()
+    store.wait()
+    assert store.load().seconds(shape(1, 7)) == learnt().seconds(shape(1, 7))
 
 
 def test_a_folder_that_cannot_be_written_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -151,6 +179,7 @@ def test_a_folder_that_cannot_be_written_is_named_once(tmp_path: Path, caplog: p
     store = CostStore(tmp_path / "costs" / "of.json")
     for _ in range(3):
         store.save(learnt())
+        store.wait()
     assert [record.message.count("not kept for the next start") for record in caplog.records] == [1]
 
 
