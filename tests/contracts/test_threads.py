@@ -14,6 +14,9 @@ THREADS = {
     ("specray/engine/async_engine.py", "Thread(self._run)"): (
         "tests/unit/engine/test_async_engine.py::test_any_error_of_the_step_loop_ends_all_requests"
     ),
+    ("specray/engine/draft_budget/store.py", "Thread(self._write)"): (
+        "tests/unit/engine/draft_budget/test_costs.py::test_a_folder_that_cannot_be_written_is_named_once"
+    ),
     ("cluster/engine/supervisor.py", "Thread(self._run)"): (
         f"{UNIT}/engine/test_supervisor.py::test_an_error_in_the_supervision_ends_the_engine_with_its_reason"
     ),
