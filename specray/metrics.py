@@ -49,6 +49,7 @@ METRICS = (
     Metric(
         "specray_acceptance_is_simulated", "gauge", "1 if acceptance is simulated and the output meaningless, else 0."
     ),
+    Metric("specray_cpu_kernels_absent", "gauge", "1 if a CPU computes without the CPU kernels, far slower, else 0."),
     Metric("specray_num_requests_running", "gauge", "Requests being computed."),
     Metric("specray_num_requests_waiting", "gauge", "Requests in the queue."),
     Metric("specray_kv_cache_usage_perc", "gauge", "Share of KV blocks held by running requests, 0 to 1."),

@@ -59,6 +59,7 @@ class ReplicaStatus(NamedTuple):
     num_draft_faults: int
     drafter_absence: str  # why it decodes without its drafter at present; empty if it does not
     num_preemptions: int
+    lacks_cpu_kernels: bool
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -124,18 +125,14 @@ def replica_statuses(before: ServerStatus, now: ServerStatus) -> list[ReplicaSta
 
 
 def as_text(url: str, before: ServerStatus, now: ServerStatus) -> str:
-    """A headline, tables of the replicas' load and of their ranks and drafts, and why drafters are absent."""
+    """A headline, tables of the replicas' load and of their ranks and drafts, and what makes replicas slow."""
     headline = fill(_headline(url, now), WIDTH, break_on_hyphens=False)
     rows = replica_statuses(before, now)
     if not rows:
         return headline
     tables = (format_table(LOAD, [*map(_load, rows)]), format_table(DRAFTS, [*map(_drafts, rows)]))
-    absent = [
-        fill(f"{row.replica} decodes without drafts: {row.drafter_absence}", WIDTH)
-        for row in rows
-        if row.drafter_absence
-    ]
-    return "\n\n".join([headline, *tables, *absent])
+    losses = [fill(f"{row.replica} {loss}", WIDTH) for row in rows for loss in _losses(row)]
+    return "\n\n".join([headline, *tables, *losses])
 
 
 def as_json(url: str, before: ServerStatus, now: ServerStatus) -> str:
@@ -166,7 +163,15 @@ def _replica_status(name: str, old: Counts, new: Counts, before: ServerStatus, n
         num_draft_faults=int(new["specray_draft_faults_total"]),
         drafter_absence=now.info.get("absent_drafters", {}).get(name, ""),
         num_preemptions=int(new["specray_num_preemptions_total"]),
+        lacks_cpu_kernels=bool(new["specray_cpu_kernels_absent"]),
     )
+
+
+def _losses(row: ReplicaStatus) -> list[str]:
+    """Why a replica is slower than it could be."""
+    kernels = ["computes without the CPU kernels, several times slower; its log says why"]
+    drafts = [f"decodes without drafts: {row.drafter_absence}"]
+    return (kernels if row.lacks_cpu_kernels else []) + (drafts if row.drafter_absence else [])
 
 
 def _accept_length(accepted: float, steps: float) -> float | None:

@@ -37,7 +37,7 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self.admission = Admission(config, self.capacity, self.scheduler, self._requests)
         self.stats = EngineStats(config.speculative.drafter_name)
-        self._record = StatsRecorder(self.stats, config.speculative)
+        self._record = StatsRecorder(self.stats, config.speculative, self.capacity.lacks_cpu_kernels)
         self._tokenizer = tokenizer
         self._texts: dict[str, TextStream] = {}
         self._selector = self._make_selector(config.speculative)  # None until there are several drafters

@@ -15,12 +15,13 @@ from specray.step import DraftFault, StepResult
 class StatsRecorder:
     """Writes to `stats`. Requests by which the server checks itself are not counted there."""
 
-    def __init__(self, stats: EngineStats, speculative: SpeculativeConfig) -> None:
+    def __init__(self, stats: EngineStats, speculative: SpeculativeConfig, lacks_cpu_kernels: bool) -> None:
         self._stats = stats
         self._probe_stats = EngineStats()  # never exported
         self._alarm = AcceptanceAlarm(stats)
         stats.set("specray_verification_is_lossy", speculative.is_lossy)
         stats.set("specray_acceptance_is_simulated", speculative.is_simulated)
+        stats.set("specray_cpu_kernels_absent", lacks_cpu_kernels)
 
     def queued(self, request: Request) -> None:
         self._stats_of(request).add("specray_prompt_tokens_total", request.num_prompt_tokens)

@@ -12,6 +12,7 @@ from specray.layers.parallel import RankGroup
 from specray.models.files import target_folder
 from specray.models.target_model import TargetModel
 from specray.models.tokenizer import eos_token_ids, load_tokenizer
+from specray.ops.cpu.library import kernels
 from specray.ops.cpu.processor import cpu_identity
 from specray.ops.cpu.threads import num_threads, use_threads
 from specray.ops.graphs import make_graphs
@@ -104,6 +105,7 @@ def start_worker(
         hardware=_hardware(device),
         has_one_text=target.has_one_text,
         without_graphs=tuple(without_graphs),
+        lacks_cpu_kernels=device.type == "cpu" and kernels() is None,
         mixed_prefill_tokens=mixed_prefill_tokens(config, is_gpu=device.type == "cuda"),
     )
     return Worker(

@@ -68,6 +68,13 @@ def test_a_drafter_that_is_gone_is_shown_with_the_reason() -> None:
     assert text.endswith("nrkn9ylc decodes without drafts: the last drafter died")
 
 
+def test_a_replica_without_the_cpu_kernels_is_shown() -> None:
+    absent = later(METRICS) + 'specray_cpu_kernels_absent{replica="nrkn9ylc"} 1.0\n'
+    text = as_text("http://x", status(10.0, METRICS), status(12.0, absent))
+    assert text.endswith("nrkn9ylc computes without the CPU kernels, several times slower; its log says why")
+    assert "kernels" not in as_text("http://x", status(10.0, METRICS), status(12.0, later(METRICS)))
+
+
 def test_rates_are_since_the_previous_update() -> None:
     second, first = replica_statuses(status(10.0, METRICS), status(12.0, later(METRICS)))
     assert (first.replica, first.drafter, first.num_running, first.num_waiting) == ("nrkn9ylc", "NGRAM", 3, 1)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,10 +17,12 @@ from specray.spec_decode.draft_tree import NONE, DraftTree, TreeLists
 from specray.spec_decode.drafter import Drafter
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 from specray.step import UNLIMITED, DraftLimit, NewRequest, RequestResult, SamplingOptions, ScheduledRequest, StepPlan
+from specray.worker import startup
 from specray.worker.startup import start_worker
 from specray.worker.worker import NOT_A_NUMBER
 from tests.support.distributions import OPTIONS
 from tests.support.drafters import DRAWS, ScriptedDrafter, draw_right, draw_right_last
+from tests.support.engine import make_llm
 from tests.support.mtp import write_deepseek
 from tests.support.naive_eagle import attend_to_the_past
 from tests.support.toy import VOCAB_SIZE, oracle_greedy
@@ -549,3 +552,10 @@ def test_deterministic_is_refused_where_it_would_not_hold(tmp_path: Path) -> Non
     config = EngineConfig(model=str(tmp_path), dtype="bfloat16", device="cpu", max_total_tokens=256, deterministic=True)
     with pytest.raises(ConfigError, match="deterministic=true does not hold for DeepseekV3ForCausalLM on cpu"):
         start_worker(config)
+
+
+@pytest.mark.parametrize("are_there", [True, False])
+def test_an_engine_without_the_cpu_kernels_says_so(toy: Path, are_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(startup, "kernels", lambda: Mock() if are_there else None)
+    with make_llm(toy) as llm:
+        assert llm.engine.stats.snapshot()["specray_cpu_kernels_absent"] == (not are_there)
