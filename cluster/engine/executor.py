@@ -223,8 +223,7 @@ class RayExecutor:
 
     def _add_drafter(self, config: AppConfig, supervisor: DrafterSupervisor) -> None:
         """Start the drafter, which runs beside rank 0 and drafts for all ranks."""
-        supervisor.start(self._capacity.num_blocks * config.page_size)
-        handshake = supervisor.replace(config.speculative)
+        handshake = supervisor.start(self._capacity.num_blocks * config.page_size)
         # The prefix cache cannot change its keys later. Keys for drafters that read the next token suit all drafters.
         reads_next_token = handshake.reads_next_token or config.replaces_drafters
         self._capacity = self._capacity._replace(

@@ -21,12 +21,13 @@ from specray.heartbeat import HeartbeatFile, SilenceWatch
 from specray.worker.remote_drafter.handshake import NO_DRAFTER, DraftEndpoint, DrafterHandshake, dismiss
 
 POLL_INTERVAL_S = 0.25
+ACCEPTANCE_POLL_S = 0.02  # between checks whether the target has accepted a drafter
 MIN_BACKOFF_S = 0.5  # before a restart; doubled after every drafter that did not last
 MAX_BACKOFF_S = 15.0
 STABLE_AFTER_S = 30.0  # the end of a drafter that ran for longer resets the backoff
 FIRST_HEARTBEAT_TIMEOUT_S = 60.0  # after the actor's creation
 LOADING_FROZEN_S = 20.0  # deadline of the heartbeat while it loads; later the target detects a frozen drafter
-SWITCH_TIMEOUT_S = 10.0  # for the target to start its next step; idle engines run one every few seconds
+SWITCH_TIMEOUT_S = 10.0  # for the target to drop a drafter in its next step; idle engines run one every few seconds
 
 CLOSING = "the engine is shutting down"
 
@@ -45,17 +46,19 @@ class DrafterState(NamedTuple):
 
 class _Replacement(NamedTuple):
     config: EngineConfig
+    target_runs: bool  # steps, in which it accepts drafters
     result: Future[DrafterHandshake]
 
 
 class DrafterSupervisor:
     """Restarts an engine's drafter when it ends, and replaces it on request. `options` are the actor's Ray options.
 
-    One thread does all of this. `start` starts the thread, and the first `replace` starts the first drafter. Its
-    process is created by the constructor already, so that it starts at the same time as the target.
+    One thread does all of this. `start` starts it and waits for the first drafter, whose process is created by the
+    constructor already, so that it starts at the same time as the target.
     """
 
     def __init__(self, config: EngineConfig, endpoint: DraftEndpoint, options: dict[str, Any]) -> None:
+        self._configured = config
         self._config = config.model_copy(update={"speculative": SpeculativeConfig()})
         self._num_slots = 0
         self._endpoint = endpoint
@@ -74,10 +77,14 @@ class DrafterSupervisor:
         self._wake = threading.Event()  # set when there is a replacement, or on closing
         self._thread = threading.Thread(target=self._run, name="specray-drafter-supervisor", daemon=True)
 
-    def start(self, num_slots: int) -> None:
-        """Start supervising, for a target with `num_slots` KV slots."""
+    def start(self, num_slots: int) -> DrafterHandshake:
+        """Load the configured drafter, for a target with `num_slots` KV slots that will run its first step later.
+
+        Raises what `replace` raises.
+        """
         self._num_slots = num_slots
         self._thread.start()
+        return self._await(_Replacement(self._configured, target_runs=False, result=Future()))
 
     @property
     def state(self) -> DrafterState:
@@ -94,12 +101,15 @@ class DrafterSupervisor:
     def replace(self, speculative: SpeculativeConfig) -> DrafterHandshake:
         """Load a drafter beside the current one, switch to it between two steps, and end the current one.
 
-        Without an algorithm, drafting is turned off. Blocks until done and returns the new drafter's handshake. Raises
-        ConfigError if the drafter does not fit the target, and EngineDeadError if it does not start; the current
-        drafter then continues.
+        Without an algorithm, drafting is turned off. Blocks until the target has accepted the new drafter, and returns
+        its handshake. Raises ConfigError if the drafter does not fit the target, and EngineDeadError if it does not
+        start or is refused; the current drafter then continues.
         """
+        config = self._config.model_copy(update={"speculative": speculative})
+        return self._await(_Replacement(config, target_runs=True, result=Future()))
+
+    def _await(self, replacement: _Replacement) -> DrafterHandshake:
         with self._replacing:
-            replacement = _Replacement(self._config.model_copy(update={"speculative": speculative}), Future())
             self._replacement = replacement
             self._wake.set()
             try:
@@ -186,23 +196,29 @@ class DrafterSupervisor:
 
     def _replace(self, replacement: _Replacement) -> None:
         try:
-            handshake = self._switch(replacement.config)
+            handshake = self._switch(replacement)
         except RayError as error:
             replacement.result.set_exception(start_error("the drafter", error))
+        except EngineDeadError as error:
+            replacement.result.set_exception(error)
         except (OSError, _CancelledError) as error:
             replacement.result.set_exception(EngineDeadError(f"the drafter did not start: {type(error).__name__}"))
         else:
             replacement.result.set_result(handshake)
 
-    def _switch(self, config: EngineConfig) -> DrafterHandshake:
-        old, handshake = self._drafter, NO_DRAFTER
-        if config.speculative.has_drafter:
-            self._drafter, handshake = self._start(config, lambda: not self._is_closing.is_set())
-            self._config, self._backoff_s, self._end_reason = config, MIN_BACKOFF_S, ""
+    def _switch(self, replacement: _Replacement) -> DrafterHandshake:
+        old, handshake, is_wanted = self._drafter, NO_DRAFTER, lambda: not self._is_closing.is_set()
+        if replacement.config.speculative.has_drafter:
+            new, handshake = self._start(replacement.config, is_wanted)
+            if replacement.target_runs:
+                new.await_acceptance(is_wanted)
+            self._has_faulted.clear()  # faults reported so far were those of the old drafter
+            self._drafter, self._config = new, replacement.config
+            self._backoff_s, self._end_reason = MIN_BACKOFF_S, ""
             if old is not None:
                 old.await_end(SWITCH_TIMEOUT_S)
         else:
-            self._drafter, self._config = None, config
+            self._drafter, self._config = None, replacement.config
             if old is not None:
                 with contextlib.suppress(OSError):  # the target runs no step or has ended, so it uses no drafter
                     dismiss(self._endpoint, SWITCH_TIMEOUT_S)
@@ -259,8 +275,25 @@ class _DrafterProcess:
         return handshake
 
     def connect(self, endpoint: DraftEndpoint) -> None:
-        """Connect to the target and start drafting."""
+        """Connect to the target and start drafting once it accepts."""
         self._sentinel = self._actor.loop.remote(endpoint.address, endpoint.epoch)
+
+    def await_acceptance(self, is_wanted: Callable[[], bool]) -> None:
+        """Wait until the target has accepted it, which takes as long as the target's present step.
+
+        Ends the process and raises EngineDeadError if the target refuses it or it ends, TimeoutError if it freezes,
+        _CancelledError once `is_wanted` returns False.
+        """
+        try:
+            while not self.is_accepted:
+                if self.await_end(ACCEPTANCE_POLL_S) and not self.is_accepted:
+                    raise EngineDeadError(f"the drafter {self.exit_reason()}")
+                if not is_wanted():
+                    raise _CancelledError
+                self._check_heartbeat()
+        except BaseException:
+            self.end()
+            raise
 
     @property
     def is_accepted(self) -> bool:
@@ -268,13 +301,12 @@ class _DrafterProcess:
         return self._heartbeat.has_loaded
 
     def has_ended(self) -> bool:
-        assert self._sentinel is not None
-        return bool(ray.wait([self._sentinel], timeout=0)[0])
+        return self.await_end(0.0)
 
-    def await_end(self, timeout: float) -> None:
-        """Wait for the target to drop the drafter, at most `timeout` seconds."""
+    def await_end(self, timeout: float) -> bool:
+        """Wait for its end, by an error or because the target drops it, at most `timeout` seconds; whether it came."""
         assert self._sentinel is not None
-        ray.wait([self._sentinel], timeout=timeout)
+        return bool(ray.wait([self._sentinel], timeout=timeout)[0])
 
     def exit_reason(self) -> str:
         assert self._sentinel is not None

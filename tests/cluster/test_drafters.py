@@ -79,6 +79,11 @@ def test_the_text_equals_plain_decoding(drafted: Any, expected: str) -> None:
     assert faults(drafted) == 0
 
 
+def await_drafts(app: Any, num_before: float) -> None:
+    """Drafts may be late for all of a request on a busy machine, or their budget be zero."""
+    wait_until(lambda: bool(app.complete(**LONG)) and num_drafts(app) > num_before, REPLACEMENT_S)
+
+
 def replace(app: Any, options: dict[str, Any]) -> Any:
     return app.http.post("/admin/drafter", json=options, headers=AUTHORIZED)
 
@@ -148,8 +153,11 @@ def test_drafters_are_replaced_while_requests_run(drafted: Any, expected: str, e
                 assert (drafter["state"], drafter["loading"]) == ("ready" if options["algorithm"] else "off", None)
                 assert {name: drafter["speculative"][name] for name in options} == options
                 before = num_drafts(drafted)
-                text_of(drafted.complete(**LONG))
-                assert (num_drafts(drafted) > before) == bool(options["algorithm"])
+                if options["algorithm"]:
+                    await_drafts(drafted, before)
+                else:
+                    drafted.complete(**LONG)
+                    assert num_drafts(drafted) == before
         finally:
             stopped.set()
         wait_until(lambda: num_drafters() == drafters_before, REPLACEMENT_S)  # the old ones end after their dismissal
@@ -167,9 +175,7 @@ def test_a_drafter_that_does_not_load_changes_nothing(drafted: Any, eagle: dict[
     assert str(tmp_path) in reply.json()["error"]["message"]
     after = drafter_of(drafted.http.get("/admin/drafter", headers=AUTHORIZED))
     assert after | {"accept_length": None} == before | {"accept_length": None}
-    drafts = num_drafts(drafted)
-    text_of(drafted.complete(**LONG))
-    assert num_drafts(drafted) > drafts
+    await_drafts(drafted, num_drafts(drafted))
 
 
 def test_a_frozen_drafter_is_replaced_and_the_text_stays(drafted: Any, expected: str) -> None:

@@ -46,6 +46,7 @@ class FakeRay:
     def __init__(self) -> None:
         self.actors: list[FakeActor] = []
         self.loads_at_once = True
+        self.accepts_at_once = True  # as a target does between two steps
 
     def remote(self, _: type) -> "FakeRay":
         return self
@@ -57,7 +58,8 @@ class FakeRay:
             @staticmethod
             def remote(config: EngineConfig, heartbeat_path: str) -> FakeActor:
                 outer.actors.append(FakeActor(config, heartbeat_path))
-                outer.actors[-1].heartbeat.mark_loaded()  # the target accepts it at once
+                if outer.accepts_at_once:
+                    outer.actors[-1].heartbeat.mark_loaded()
                 if outer.loads_at_once:
                     outer.actors[-1].start.set_result(HANDSHAKE)
                 return outer.actors[-1]
@@ -97,7 +99,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
 @pytest.fixture
 def supervisor(ray: FakeRay, tmp_path: Path) -> Iterator[DrafterSupervisor]:  # noqa: ARG001  # patched first
     supervisor = DrafterSupervisor(EngineConfig(model="toy"), DraftEndpoint(f"{tmp_path}/nowhere", 1), {})
-    supervisor.start(64)
+    assert supervisor.start(64) == NO_DRAFTER
     yield supervisor
     supervisor.close()
 
@@ -113,8 +115,7 @@ def test_the_first_process_starts_before_the_target_has_loaded(ray: FakeRay, tmp
     config = EngineConfig(model="toy", speculative=NGRAM)
     supervisor = DrafterSupervisor(config, DraftEndpoint(f"{tmp_path}/nowhere", 1), {})
     assert [actor.speculative for actor in ray.actors] == [NGRAM]
-    supervisor.start(64)
-    assert supervisor.replace(NGRAM) == HANDSHAKE
+    assert supervisor.start(64) == HANDSHAKE
     assert len(ray.actors) == 1
     supervisor.close()
     assert ray.actors[0].is_killed
@@ -140,6 +141,46 @@ def test_a_new_drafter_takes_over_before_the_old_one_ends(ray: FakeRay, supervis
     assert old.is_killed
     assert not new.is_killed
     assert supervisor.state == ("ready", SMALL, None, 0, "")
+
+
+@pytest.mark.parametrize("before", [NGRAM, OFF], ids=["replaced", "added"])
+def test_a_drafter_counts_as_replaced_once_the_target_has_accepted_it(
+    ray: FakeRay, supervisor: DrafterSupervisor, before: SpeculativeConfig
+) -> None:
+    supervisor.replace(before)
+    num_before = len(ray.actors)
+    ray.accepts_at_once = False
+    with ThreadPoolExecutor(1) as pool:
+        replaced = pool.submit(supervisor.replace, SMALL)
+        until(lambda: len(ray.actors) > num_before)
+        for actor in ray.actors[:num_before]:
+            actor.loop.set_result(
+                None
+            )  # the target drops the old one when it accepts the new one, which learns it later
+        supervisor.report_fault()
+        time.sleep(0.1)
+        assert not replaced.done()
+        assert supervisor.state.loading == SMALL
+        ray.actors[-1].heartbeat.mark_loaded()
+        assert replaced.result(10) == HANDSHAKE
+    assert supervisor.state == ("ready", SMALL, None, 0, "")
+    time.sleep(0.1)
+    assert len(ray.actors) == num_before + 1  # the fault was one of the old drafter
+
+
+def test_a_drafter_that_the_target_refuses_leaves_the_old_one_running(
+    ray: FakeRay, supervisor: DrafterSupervisor
+) -> None:
+    supervisor.replace(NGRAM)
+    ray.accepts_at_once = False
+    with ThreadPoolExecutor(1) as pool:
+        replaced = pool.submit(supervisor.replace, SMALL)
+        until(lambda: len(ray.actors) == 2)
+        ray.actors[1].loop.set_result(None)
+        with pytest.raises(EngineDeadError, match="the drafter died"):
+            replaced.result(10)
+    assert [actor.is_killed for actor in ray.actors] == [False, True]
+    assert supervisor.state == ("ready", NGRAM, None, 0, "")
 
 
 @pytest.mark.parametrize(
@@ -290,15 +331,18 @@ def test_an_error_in_the_supervision_ends_the_engine_with_its_reason(
 
 
 def test_a_drafter_that_the_target_has_not_accepted_is_absent(
-    ray: FakeRay, supervisor: DrafterSupervisor, monkeypatch: pytest.MonkeyPatch
+    ray: FakeRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(HeartbeatFile, "has_loaded", False)
+    ray.accepts_at_once = False
     monkeypatch.setattr(supervision, "exit_reason", lambda *_: "failed: EngineDeadError: the target refused it")
-    supervisor.replace(NGRAM)
+    config = EngineConfig(model="toy", speculative=NGRAM)
+    supervisor = DrafterSupervisor(config, DraftEndpoint(f"{tmp_path}/nowhere", 1), {})
+    supervisor.start(64)  # which returns before the target runs steps
     assert supervisor.state == ("loading", NGRAM, None, 0, "the drafter is being started")
     ray.actors[0].loop.set_result(None)
     until(lambda: supervisor.state.num_restarts == 1)
     assert supervisor.state.absence == "the last drafter failed: EngineDeadError: the target refused it"
+    supervisor.close()
 
 
 def test_a_drafter_whose_process_does_not_start_is_an_error(
