@@ -86,6 +86,7 @@ class RouterPool:
         self.failover_s = config.server.failover_s
         self.num_failovers = 0
         self._num_poison = 0  # not reported to a router yet
+        self._explained_ends: set[str] = set()  # replica IDs of engines that requests given up had ended
 
     def start(self) -> None:
         self._started_at = asyncio.get_running_loop().time()
@@ -264,6 +265,14 @@ class RouterPool:
             logger.warning("the nodes that have died were not listed within %g s", NODES_TIMEOUT_S)
             return []
 
+    def record_cause(self, replica_ids: Iterable[str]) -> None:
+        """Record that a request given up has ended these engines, so that no other request is blamed for them."""
+        self._explained_ends.update(replica_ids)
+
+    def has_cause(self, replica_id: str) -> bool:
+        """Whether a request that was given up had ended this engine."""
+        return replica_id in self._explained_ends
+
     def count_poison(self, count: int) -> None:
         """Count requests that are given up, in the metrics of any router that is connected or will be."""
         self._num_poison += count
@@ -427,9 +436,13 @@ class RequestStream:
         if not suspects:
             return
         lost_nodes, running = await self._router_pool.lost_nodes(), self._router_pool.rank_nodes
-        poison = [progress for progress in suspects if progress.is_poison(lost_nodes, running)]
+        has_cause = self._router_pool.has_cause
+        poison = [progress for progress in suspects if progress.is_poison(lost_nodes, running, has_cause)]
         if not poison:
             return
+        for progress in poison:
+            if progress.is_proven:
+                self._router_pool.record_cause(death.replica_id for death in progress.deaths)
         self._router_pool.count_poison(len(poison))
         name, count = poison[0].request_id, len(poison[0].deaths)
         logger.error(
@@ -515,15 +528,23 @@ class _RequestProgress:
         self.deaths.append(_Death(lost.replica_id, lost.node_id, was_alone and bool(self.deaths)))
         return self.deaths[-1].was_alone or len(self.deaths) >= MAX_DEATHS
 
-    def is_poison(self, lost_nodes: Collection[str], running: Collection[str]) -> bool:
-        """Whether the losses prove the request to be the cause.
+    def is_poison(
+        self, lost_nodes: Collection[str], running: Collection[str], has_cause: Callable[[str], bool]
+    ) -> bool:
+        """Whether no other engine may get the request: it is proven to be the cause, or is one too often.
 
-        Engines do not count if they ended with their nodes, or are `running` again because they were only silent.
+        Engines do not count if they ended with their nodes, or are `running` again because they were only silent. Those
+        that another request has ended (`has_cause`) count only as the first of two.
         """
         self.deaths = [
             death for death in self.deaths if death.node_id not in lost_nodes and death.replica_id not in running
         ]
-        return (len(self.deaths) > 1 and self.deaths[-1].was_alone) or len(self.deaths) >= MAX_DEATHS
+        return self.is_proven or sum(not has_cause(death.replica_id) for death in self.deaths) >= MAX_DEATHS
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether two engines have ended while they computed it, the last one alone."""
+        return len(self.deaths) > 1 and self.deaths[-1].was_alone
 
     def add(self, output: RequestOutput) -> RequestOutput:
         """Record an output, and return it with the usage of all attempts."""

@@ -109,6 +109,23 @@ def test_several_fatal_requests_end_while_all_others_complete(serve: Serve) -> N
     asyncio.run(scenario())
 
 
+def test_ends_that_fatal_requests_have_caused_are_not_counted_for_the_requests_beside_them(serve: Serve) -> None:
+    """One request runs beside the first end of each of three fatal ones, which is as many as it may survive."""
+
+    async def scenario() -> None:
+        async with serve(**SLOW, num_replicas=1) as server, restarting(server):
+            other = asyncio.create_task(stream(server, BODY | {"max_tokens": 400}))
+            for number in range(3):
+                lost = await serving(server)
+                await server.until(lambda: lost.ranks.num_steps > PROBATION_STEPS + 3)  # noqa: B023
+                events = await stream(server, BODY | {"prompt": FATAL})
+                assert events[-1]["error"]["code"] == "poison_request"
+                await server.until(lambda: num_lost(server) == 2 * (number + 1))  # noqa: B023
+            assert text_of(await other) == repeated(400)
+
+    asyncio.run(scenario())
+
+
 def test_a_request_that_waits_in_the_queue_is_not_suspected(serve: Serve) -> None:
     async def scenario() -> None:
         async with serve(**SLOW, num_replicas=1, max_running_requests=2) as server, restarting(server):
