@@ -17,6 +17,7 @@ from specray.server.anthropic.protocol import CountTokensRequest, MessagesReques
 from specray.server.completions.protocol import CompletionRequest
 from specray.server.config import ServerConfig
 from specray.server.generate.protocol import GenerateRequest
+from specray.server.generation import IGNORED_FIELDS_HEADER
 from specray.server.json_body import JsonRoute
 from specray.server.middleware import BodyLimit, CatchErrors
 from specray.server.prometheus import CONTENT_TYPE, prometheus_text
@@ -26,7 +27,7 @@ from specray.server.routes.admin import add_admin_routes
 from specray.server.routes.engine import add_engine_routes
 from specray.server.routes.page import PAGE_PATHS, add_page_routes
 from specray.server.routes.tokenize import add_tokenize_routes
-from specray.server.service import IGNORED_FIELDS_HEADER, Service
+from specray.server.service import Service
 
 Json = dict[str, Any]
 
@@ -88,7 +89,7 @@ def create_app(service: Service) -> FastAPI:
     if server.ui:
         add_page_routes(app)
     if server.admin_key_file is not None:
-        add_admin_routes(app, service.config, service.drafter_rollout)
+        add_admin_routes(app, service.config, service.router_pool.drafter_rollout)
     return app
 
 
@@ -110,19 +111,19 @@ def _access(config: ServerConfig) -> dict[str, Any]:
 def _add_openai_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions", responses=REPLIES)
     async def chat_completions(body: ChatRequest, tenant: Tenant) -> Response:
-        return await service.chat(body, tenant)
+        return await service.generation.chat(body, tenant)
 
     @app.post("/v1/completions", responses=REPLIES)
     async def completions(body: CompletionRequest, tenant: Tenant) -> Response:
-        return await service.completion(body, tenant)
+        return await service.generation.completion(body, tenant)
 
     @app.post("/v1/responses", responses=REPLIES)
     async def responses(body: ResponsesRequest, tenant: Tenant) -> Response:
-        return await service.response(body, tenant)
+        return await service.generation.response(body, tenant)
 
     @app.post("/v1/responses/input_tokens")
     async def input_tokens(body: InputTokensRequest, tenant: Tenant) -> Json:
-        return {"object": "response.input_tokens", "input_tokens": await service.count_tokens(body, tenant)}
+        return {"object": "response.input_tokens", "input_tokens": await service.generation.count_tokens(body, tenant)}
 
     # Without it, the route of stored responses would answer clients that look for compaction with a 405.
     @app.post("/v1/responses/compact", include_in_schema=False)
@@ -142,40 +143,40 @@ def _add_openai_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models")
     async def models() -> Json:
-        return service.models()
+        return service.model.listing()
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Json:
-        return service.model(name)
+        return service.model.entry(name)
 
 
 def _add_anthropic_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/messages", responses=REPLIES)
     async def messages(body: MessagesRequest, tenant: Tenant) -> Response:
-        return await service.message(body, tenant)
+        return await service.generation.message(body, tenant)
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(body: CountTokensRequest, tenant: Tenant) -> Json:
-        return {"input_tokens": await service.count_tokens(body, tenant)}
+        return {"input_tokens": await service.generation.count_tokens(body, tenant)}
 
 
 def _add_speculation_routes(app: FastAPI, service: Service) -> None:
     @app.get("/v1/speculation/capabilities")
     async def capabilities() -> Json:
-        return service.capabilities()
+        return service.model.capabilities()
 
 
 def _add_sglang_routes(app: FastAPI, service: Service) -> None:
     @app.post("/generate", responses=REPLIES)
     async def generate(body: GenerateRequest, tenant: Tenant) -> Response:
-        return await service.generate(body, tenant)
+        return await service.generation.generate(body, tenant)
 
 
 def _add_operator_routes(app: FastAPI, service: Service) -> None:
     @app.get("/health")
     @app.head("/health", include_in_schema=False)
     async def health() -> Json:
-        return await service.check_health()
+        return await service.operations.check_health()
 
     @app.get("/livez")
     @app.head("/livez", include_in_schema=False)
@@ -185,10 +186,10 @@ def _add_operator_routes(app: FastAPI, service: Service) -> None:
     @app.get("/readyz")
     @app.head("/readyz", include_in_schema=False)
     async def readyz() -> Json:
-        service.check_ready()
+        service.operations.check_ready()
         return {"status": "ok"}
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         alias_model = service.config.model_name if service.config.server.metric_aliases else None
-        return Response(prometheus_text(await service.stats(), alias_model), media_type=CONTENT_TYPE)
+        return Response(prometheus_text(await service.router_pool.stats(), alias_model), media_type=CONTENT_TYPE)

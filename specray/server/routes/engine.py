@@ -35,33 +35,33 @@ def add_engine_routes(app: FastAPI, service: Service) -> None:
     @app.post(PING, response_class=Response)
     @app.get(PING, response_class=Response)
     async def ping() -> Response:
-        await service.check_health()
+        await service.operations.check_health()
         return Response()
 
     @app.get("/health_generate")
     async def health_generate() -> Json:
-        await service.check_generation()
+        await service.operations.check_generation()
         return {"status": "ok"}
 
     @app.get("/load")
     async def load() -> Json:
-        return {"server_load": await service.num_requests()}
+        return {"server_load": await service.operations.num_requests()}
 
     @app.get("/get_model_info")
     @app.get("/model_info", include_in_schema=False)
     async def model_info() -> Json:
-        return await service.model_info()
+        return await service.model.details()
 
     @app.get("/server_info")
     @app.get("/get_server_info", include_in_schema=False)
     async def server_info() -> Json:
-        return await service.server_info()
+        return await service.operations.server_info()
 
     @app.post("/abort_request")
     async def abort_request(body: AbortRequest, tenant: Tenant) -> Json:
-        await service.abort(tenant, body.rid)
+        await service.router_pool.abort(tenant, body.rid)
         return {}
 
     @app.post(FLUSH_CACHE)
     async def flush_cache() -> Json:
-        return {"replicas": await service.flush_caches()}
+        return {"replicas": await service.router_pool.flush_caches()}

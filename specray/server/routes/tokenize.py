@@ -72,8 +72,8 @@ def add_tokenize_routes(app: FastAPI, service: Service) -> None:
 
 
 async def _tokenize(service: Service, body: TokenizeRequest, tenant: str) -> Json:
-    service.check_model(body.model)
-    tokenization = await service.tokenization()
+    service.model.check_name(body.model)
+    tokenization = await service.model.tokenization()
     if body.messages is not None:
         chat = await service.text_pool.run(tenant, prepare_chat, body.as_chat(), tokenization, service.config.server)
         rows = [chat.token_ids]
@@ -86,16 +86,16 @@ async def _tokenize(service: Service, body: TokenizeRequest, tenant: str) -> Jso
     return {
         "tokens": rows if is_batch else rows[0],
         "count": [len(row) for row in rows] if is_batch else len(rows[0]),
-        "max_model_len": service.info.context_length,
+        "max_model_len": service.model.info.context_length,
         "token_strs": strings if strings is None or is_batch else strings[0],
     }
 
 
 async def _detokenize(service: Service, body: DetokenizeRequest, tenant: str) -> Json:
     """vLLM's `prompt` has special tokens; SGLang's `text` has none unless the request wants them."""
-    service.check_model(body.model)
-    tokenization = await service.tokenization()
-    rows = await service.text_pool.run(tenant, _token_ids, tokenization, body.tokens, service.info.vocab_size)
+    service.model.check_name(body.model)
+    tokenization = await service.model.tokenization()
+    rows = await service.text_pool.run(tenant, _token_ids, tokenization, body.tokens, service.model.info.vocab_size)
     skips = body.skip_special_tokens
     prompts = await service.text_pool.run(tenant, _decoded, tokenization, rows, skips is True)
     texts = await service.text_pool.run(tenant, _decoded, tokenization, rows, skips is not False)

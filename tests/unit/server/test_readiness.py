@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import cluster.engine.router
-import specray.server.service
+import specray.server.operations
 from specray.step import RequestResult
 from tests.support.scripted_server import Serve, Server
 
@@ -15,7 +15,7 @@ from tests.support.scripted_server import Serve, Server
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster.engine.router, "HEARTBEAT_INTERVAL_S", 0.05)
     monkeypatch.setattr(cluster.engine.router, "PROBE_AFTER_S", 0.2)
-    monkeypatch.setattr(specray.server.service, "MAX_TOKEN_AGE_S", 1.0)
+    monkeypatch.setattr(specray.server.operations, "MAX_TOKEN_AGE_S", 1.0)
 
 
 async def status(server: Server, path: str = "/readyz") -> int:
