@@ -43,7 +43,7 @@ from cluster.engine.node_resources import refuse_impossible
 from cluster.process_settings import LARGE_MESSAGES, ONE_LOOP
 from specray.cli.local_server import refuse_port_in_use
 from specray.errors import ConfigError, SpecRayError, did_you_mean
-from specray.server.trace_context import check_tracing_packages
+from specray.server.monitoring.trace_context import check_tracing_packages
 
 DESCRIPTION = """\
 Start Ray and serve a model until Ctrl-C or SIGTERM. FILE is a configuration for `serve run`; flags override it. The

@@ -1,6 +1,7 @@
 """Exporting the engine's metrics to Ray, and the periodic log line.
 
-Names, types and help texts come from `specray.metrics.METRICS`. `/metrics` lives in `specray.server.prometheus`.
+Names, types and help texts come from `specray.metrics.METRICS`. `/metrics` lives in
+`specray.server.monitoring.prometheus`.
 """
 
 from collections.abc import Iterator

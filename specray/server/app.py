@@ -14,14 +14,13 @@ from specray.server.access.auth import METRICS, PROBES, RequireKey, Tenant
 from specray.server.access.host_check import ANY_HOST, HostCheck
 from specray.server.access.keys import KeyRing
 from specray.server.anthropic.protocol import CountTokensRequest, MessagesRequest
+from specray.server.chat.protocol import ChatRequest
 from specray.server.completions.protocol import CompletionRequest
 from specray.server.config import ServerConfig
 from specray.server.generate.protocol import GenerateRequest
 from specray.server.generation import IGNORED_FIELDS_HEADER
-from specray.server.json_body import JsonRoute
-from specray.server.middleware import BodyLimit, CatchErrors
-from specray.server.prometheus import CONTENT_TYPE, prometheus_text
-from specray.server.protocol import ChatRequest
+from specray.server.middleware import BodyLimit, CatchErrors, JsonRoute
+from specray.server.monitoring.prometheus import CONTENT_TYPE, prometheus_text
 from specray.server.responses.protocol import InputTokensRequest, ResponsesRequest
 from specray.server.routes.admin import add_admin_routes
 from specray.server.routes.engine import add_engine_routes
@@ -72,7 +71,7 @@ def create_app(service: Service) -> FastAPI:
         _allow_origins(app, server.cors_origins)
     app.add_middleware(CatchErrors)
     if service.tracer is not None:
-        from specray.server.tracing import TraceRequests  # its packages are optional
+        from specray.server.monitoring.tracing import TraceRequests  # its packages are optional
 
         app.add_middleware(TraceRequests, tracer=service.tracer)
     app.add_exception_handler(errors.ApiError, errors.handle_api_error)

@@ -14,6 +14,7 @@ from specray.sampling_params import SamplingParams
 from specray.server.anthropic.protocol import CountTokensRequest, MessagesRequest
 from specray.server.anthropic.replies import MessagesReply
 from specray.server.chat.preparation import PreparedChat, count_prompt_tokens, prepare_chat
+from specray.server.chat.protocol import ChatRequest
 from specray.server.chat.replies import ChatReply
 from specray.server.choices import PreparedPrompt, Truncation, seeded
 from specray.server.completions.protocol import CompletionRequest
@@ -22,14 +23,13 @@ from specray.server.config import ServerConfig
 from specray.server.generate.protocol import GenerateRequest
 from specray.server.generate.replies import GenerateReply, choice_names
 from specray.server.model import ServedModel
-from specray.server.protocol import WHOLE_CONTEXT, Body, ChatRequest, OpenAIRequest
 from specray.server.replies import Reply, ReplyMetadata
 from specray.server.responses.protocol import InputTokensRequest, ResponsesRequest
 from specray.server.responses.replies import ResponsesReply
 from specray.server.responses.store import ResponseStore
+from specray.server.schemas.body import WHOLE_CONTEXT, Body, OpenAIRequest
 from specray.server.submission import RequestSubmitter
-from specray.server.text_pool import TextPool
-from specray.server.tokenization import Tokenization, TokenTexts, with_token_ids
+from specray.server.tokenization import TextPool, Tokenization, TokenTexts, with_token_ids
 
 IGNORED_FIELDS_HEADER = "x-specray-ignored-fields"
 

@@ -1,8 +1,14 @@
-"""ASGI middleware around the routes: limits of the body, and a handler for unexpected exceptions."""
+"""Around the routes: limits of the body, reading its JSON, and a handler for unexpected exceptions."""
 
 import asyncio
+import gc
+import json
 import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
 
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -81,6 +87,37 @@ class CatchErrors:
             if is_started or scope["type"] != "http":
                 raise
             await error_response(ApiError(500, INTERNAL_MESSAGE))(scope, receive, send)
+
+
+class JsonRoute(APIRoute):
+    """A route whose JSON body is read by `loads`: two megabytes of small lists must not block the event loop."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_json(request: Request) -> Response:
+            return await handle(_JsonRequest(request.scope, request.receive))
+
+        return handle_json
+
+
+class _JsonRequest(Request):
+    async def json(self) -> Any:
+        return loads(await self.body())
+
+
+def loads(body: bytes) -> Any:
+    """The JSON value of a body. ValueError or RecursionError if there is none.
+
+    Garbage collection is off meanwhile: every 700 new lists would start one, which took nine tenths of the time.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return json.loads(body)
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:

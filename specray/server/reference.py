@@ -15,13 +15,14 @@ from typing import Any
 from pydantic import BaseModel
 
 from specray.server.anthropic.protocol import MessagesRequest
+from specray.server.chat.protocol import ChatRequest
 from specray.server.completions.protocol import CompletionRequest
 from specray.server.generate.protocol import GenerateRequest, GenerateSampling
-from specray.server.protocol import ChatRequest, Speculation
-from specray.server.request_fields import GENERATION, HARMLESS, REFUSED
 from specray.server.responses.protocol import ResponsesRequest
 from specray.server.routes.engine import AbortRequest
 from specray.server.routes.tokenize import DetokenizeRequest, TokenizeRequest
+from specray.server.schemas.body import Speculation
+from specray.server.schemas.request_fields import GENERATION, HARMLESS, REFUSED
 
 COMMAND = "python -m specray.server.reference docs/api.md"
 BODIES: Mapping[str, type[BaseModel]] = {

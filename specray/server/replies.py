@@ -1,15 +1,14 @@
-"""Replies, complete or as the chunks of a stream: what all dialects share, and chat completions.
-
-Each dialect is one class; `completion_replies` and `generate_replies` hold the others.
+"""Replies, complete or as the chunks of a stream: what the APIs share. Each API's own replies are in its package.
 
 Both forms are built from the same parts, so the concatenated chunks equal the complete reply. Replies are plain dicts,
 because a chunk is written per step and request and must keep the nulls that clients expect. Sending lives in `streams`.
 """
 
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from specray.outputs import (
     Completion,
@@ -22,13 +21,21 @@ from specray.outputs import (
 from specray.sampling_params import SamplingParams
 from specray.server.choices import seed_of
 from specray.server.draft_trace import trace_fields
-from specray.server.event_framing import OPENAI_FRAMING, Framing
-from specray.server.protocol import ReplyOptions
+from specray.server.errors import ApiError
+from specray.server.schemas.body import ReplyOptions
 from specray.server.tokenization import TokenTexts
 
 MIN_LOGPROB = -9999.0  # JSON has no -Infinity
 
 Json = dict[str, Any]
+
+
+class Framing(NamedTuple):
+    """How the server-sent events of one API are written, ended and, after a failure, reported."""
+
+    encode: Callable[[Json], bytes]  # one chunk
+    done: bytes  # after the last chunk of a complete reply
+    error: Callable[[ApiError], list[Json]]  # the chunks that end a failed reply
 
 
 class Reply(Protocol):
@@ -96,6 +103,23 @@ def extend(choice: Completion, output: RequestOutput) -> None:
     choice.finish_reason = output.finish_reason
     choice.stop_reason = output.stop_reason
     choice.usage = output.usage
+
+
+def dumps(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+
+
+def data_event(chunk: Json) -> bytes:
+    """An event without a name."""
+    return b"data: " + dumps(chunk) + b"\n\n"
+
+
+def named_event(chunk: Json) -> bytes:
+    """An event named by the chunk's type."""
+    return f"event: {chunk['type']}\n".encode() + data_event(chunk)
+
+
+OPENAI_FRAMING = Framing(data_event, b"data: [DONE]\n\n", lambda error: [error.body])
 
 
 class OpenAIReply:

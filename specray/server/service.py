@@ -7,16 +7,15 @@ from typing import TYPE_CHECKING
 from specray.server.config import ServingConfig
 from specray.server.generation import GenerationEndpoints
 from specray.server.model import ServedModel
+from specray.server.monitoring.trace_context import check_tracing_packages
 from specray.server.operations import OperationEndpoints
 from specray.server.responses.store import ResponseStore
 from specray.server.routing.router_pool import RouterPool
 from specray.server.submission import RequestSubmitter
-from specray.server.text_pool import TextPool
-from specray.server.tokenization import Tokenization
-from specray.server.trace_context import check_tracing_packages
+from specray.server.tokenization import TextPool, Tokenization
 
 if TYPE_CHECKING:
-    from specray.server.tracing import Tracer  # its packages are optional
+    from specray.server.monitoring.tracing import Tracer  # its packages are optional
 
 
 class Service:
@@ -47,6 +46,6 @@ def make_tracer(endpoint: str | None) -> "Tracer | None":
     if endpoint is None:
         return None
     check_tracing_packages(endpoint)
-    from specray.server.tracing import Tracer, exporting_to
+    from specray.server.monitoring.tracing import Tracer, exporting_to
 
     return Tracer(exporting_to(endpoint))

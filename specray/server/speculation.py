@@ -1,6 +1,7 @@
 """Speculation options of one request: checking them, and reporting which ones the server accepts.
 
-With exact verification, draft limits change only the speed. Replacing the drafter for all requests lives in `admin`.
+With exact verification, draft limits change only the speed. Replacing the drafter for all requests lives in
+`routes.admin`.
 """
 
 from typing import Any
@@ -8,8 +9,9 @@ from typing import Any
 from specray.config import SpeculativeConfig
 from specray.errors import InvalidRequestError
 from specray.sampling_params import SamplingParams
+from specray.server.chat.protocol import ChatRequest
 from specray.server.errors import short_repr
-from specray.server.protocol import ChatRequest, GrammarFields, Speculation
+from specray.server.schemas.body import GrammarFields, Speculation
 from specray.step import UNLIMITED, DraftLimit
 
 Json = dict[str, Any]

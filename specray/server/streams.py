@@ -15,10 +15,9 @@ from starlette.types import Receive, Scope, Send
 from specray.errors import SpecRayError
 from specray.outputs import Completion, RequestOutput
 from specray.server.errors import INTERNAL_MESSAGE, ApiError, from_engine
-from specray.server.event_framing import dumps
-from specray.server.replies import Reply, extend
+from specray.server.monitoring.trace_context import CURRENT_TRACE
+from specray.server.replies import Reply, dumps, extend
 from specray.server.routing.router_pool import RequestStream
-from specray.server.trace_context import CURRENT_TRACE
 
 logger = logging.getLogger(__name__)
 

@@ -13,12 +13,12 @@ from specray.server.draft_trace import traced
 from specray.server.errors import ApiError
 from specray.server.grammar_check import GrammarCheck, check_command
 from specray.server.model import ServedModel
-from specray.server.protocol import RequestOptions
+from specray.server.monitoring.trace_context import CURRENT_TRACE
 from specray.server.replies import OpenAIReply, Reply, ReplyMetadata
 from specray.server.routing.router_pool import RouterPool
+from specray.server.schemas.body import RequestOptions
 from specray.server.streams import EventStream, JsonReply
 from specray.server.tokenization import Tokenization
-from specray.server.trace_context import CURRENT_TRACE
 
 GRAMMAR_TIMEOUT = "the request's time limit passed before its grammar was compiled; raise timeout, or send it again"
 

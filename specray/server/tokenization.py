@@ -4,10 +4,13 @@ All functions are safe to call from any thread. Loading a tokenizer and renderin
 `specray.models.tokenizer`, incremental detokenization in `specray.engine.detokenizer`.
 """
 
+import asyncio
 import re
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
+from weakref import WeakValueDictionary
 
 from specray.engine.detokenizer import TextStream
 from specray.errors import ContextLengthError, InvalidRequestError, Overflow
@@ -15,13 +18,18 @@ from specray.models.tokenizer import chat_template, render_chat, user_texts
 from specray.sampling_params import SamplingParams
 from specray.server.chat.prompt import ChatPrompt
 from specray.server.choices import WHOLE, Truncation
-from specray.server.prompts import PromptSet, checked_token_ids
+from specray.server.schemas.prompts import PromptSet, checked_token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 NO_LIMIT = 2**31  # tokens
 NUM_END_TOKENS = 16  # of a prompt, to see whether it ends inside reasoning
+NUM_THREADS = 4
+THREADS_PER_TENANT = NUM_THREADS // 2
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class TokenText(NamedTuple):
@@ -136,6 +144,25 @@ class Tokenization:
                 Overflow(len(values), 0, self.context_length),
             )
         return checked_token_ids(values, field)
+
+
+class TextPool:
+    """Threads that render and tokenize prompts beside the event loop, shared fairly by tenants.
+
+    Tokenizing a long text takes seconds and releases the interpreter lock. At most THREADS_PER_TENANT work for one
+    tenant, so other tenants' requests do not wait for its long texts.
+    """
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "specray-text")
+        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # kept by those who wait
+
+    async def run(self, tenant: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """`function(*args, **kwargs)`, once it is the tenant's turn."""
+        turn = self._turns.setdefault(tenant, asyncio.Semaphore(THREADS_PER_TENANT))
+        async with turn:
+            work = self._threads.submit(function, *args, **kwargs)
+            return await asyncio.wrap_future(work)
 
 
 def _check_unicode(name: str, *texts: str) -> None:

@@ -28,9 +28,9 @@ from specray.metrics import METRICS
 from specray.sampling_params import SamplingParams
 from specray.server.anthropic.protocol import MessagesRequest
 from specray.server.app import create_app
+from specray.server.chat.protocol import ChatRequest
 from specray.server.completions.protocol import CompletionRequest
 from specray.server.generate.protocol import GenerateRequest
-from specray.server.protocol import ChatRequest
 from specray.server.routes.admin import add_admin_routes
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +39,10 @@ PAGES = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
     for path in [
         *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
-        *(ROOT / name / "README.md" for name in ("specray", "specray/dashboard", "cluster", "deploy")),
+        *(
+            ROOT / name / "README.md"
+            for name in ("specray", "specray/server", "specray/dashboard", "cluster", "deploy")
+        ),
         *sorted(DOCS.glob("*.md")),
     ]
 }

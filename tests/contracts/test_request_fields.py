@@ -18,14 +18,15 @@ from openai.types.responses import response_create_params
 from pydantic import ValidationError
 
 from specray.server.anthropic.protocol import CountTokensRequest, MessagesRequest
+from specray.server.chat.protocol import ChatRequest
 from specray.server.completions.protocol import CompletionRequest
 from specray.server.errors import from_validation
 from specray.server.generate.protocol import GenerateRequest, GenerateSampling
-from specray.server.protocol import Body, ChatRequest, StreamOptions
-from specray.server.request_fields import GENERATION, HARMLESS, REFUSED
 from specray.server.responses.protocol import ResponsesRequest
 from specray.server.routes.engine import AbortRequest
 from specray.server.routes.tokenize import DetokenizeRequest, TokenizeRequest
+from specray.server.schemas.body import Body, StreamOptions
+from specray.server.schemas.request_fields import GENERATION, HARMLESS, REFUSED
 
 ENGINES: dict[str, dict[str, str]] = json.loads(
     (Path(__file__).parents[1] / "data/engine_fields.json").read_text(encoding="utf-8")

@@ -60,7 +60,7 @@ THREADS = {
     ("specray/server/tasks.py", "create_task(work)"): "those who spawn it are listed here",
     ("specray/server/streams.py", "create_task(self._collect())"): "the reply awaits it",
     ("specray/server/streams.py", "create_task(_wait_for_disconnect(receive))"): "the reply awaits it",
-    ("specray/server/text_pool.py", "ThreadPoolExecutor"): "the caller awaits it",
+    ("specray/server/tokenization.py", "ThreadPoolExecutor"): "the caller awaits it",
     ("specray/server/grammar_check.py", "create_task(self._start(command))"): "the caller awaits it",
     ("specray/server/grammar_check.py", "spawn(_receive(running))"): "the process of the check ends with it",
 }

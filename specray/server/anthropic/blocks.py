@@ -6,7 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag
 
-from specray.server.chat.messages import BY_SHAPE, MAX_PARTS, BodyPart, CallId, FunctionName, Text, by_type
+from specray.server.chat.messages import CallId
+from specray.server.chat.tools import FunctionName
+from specray.server.schemas.parts import BY_SHAPE, MAX_PARTS, BodyPart, Text, by_type
 
 Json = dict[str, Any]
 

@@ -7,7 +7,7 @@ from pydantic import Field, Tag
 
 from specray.errors import InvalidRequestError
 from specray.server.anthropic.blocks import AnthropicMessage, ToolUseBlock
-from specray.server.chat.messages import BodyPart, by_type
+from specray.server.schemas.parts import BodyPart, by_type
 
 _FIELD = "context_management"
 

@@ -9,10 +9,12 @@ from specray.errors import InvalidRequestError
 from specray.sampling_params import MaxTokens, TopK, TopP
 from specray.server.anthropic.blocks import AnthropicMessage, AnthropicTool, TextOrBlocks, joined, offered_tools
 from specray.server.anthropic.context_management import ContextManagement
-from specray.server.chat.messages import MAX_TOOLS, BodyPart, FunctionName, check_number_of_parts
+from specray.server.chat.protocol import MAX_MESSAGES, ChatRequest, ReasoningEffort
+from specray.server.chat.tools import MAX_TOOLS, FunctionName
 from specray.server.errors import UNSUPPORTED_TYPE
-from specray.server.protocol import MAX_MESSAGES, Body, ChatRequest, ModelName, ReasoningEffort, Stop
-from specray.server.request_fields import GENERATION, REFUSED, FieldRefusal
+from specray.server.schemas.body import Body, ModelName, Stop
+from specray.server.schemas.parts import BodyPart, check_number_of_parts
+from specray.server.schemas.request_fields import GENERATION, REFUSED, FieldRefusal
 
 Json = dict[str, Any]
 

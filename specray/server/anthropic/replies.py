@@ -8,9 +8,8 @@ from specray.outputs import Completion, FinishReason, RequestOutput
 from specray.sampling_params import SamplingParams
 from specray.server.anthropic.errors import anthropic_error
 from specray.server.chat.output import ChatOutput, is_cut
-from specray.server.event_framing import Framing, named_event
 from specray.server.model_output.events import CallArguments, CallStart, Content, Event
-from specray.server.replies import ReplyMetadata
+from specray.server.replies import Framing, ReplyMetadata, named_event
 
 Json = dict[str, Any]
 

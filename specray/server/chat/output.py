@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 from specray.errors import InvalidRequestError
 from specray.grammar import GrammarSpec, make_grammar
 from specray.outputs import Completion, FinishReason
-from specray.server.chat.messages import ChosenTool, Tool, demands_call
+from specray.server.chat.protocol import ChatRequest
+from specray.server.chat.tools import ChosenTool, Tool, demands_call
 from specray.server.errors import short_repr
 from specray.server.model_output.parser import MessageParser
 from specray.server.model_output.reasoning import ReasoningFormat
-from specray.server.protocol import ChatRequest
 from specray.server.tool_calls.formats import ToolFormat
 from specray.server.tool_calls.syntax import Function
 

@@ -8,9 +8,10 @@ from specray.errors import InvalidRequestError
 from specray.sampling_params import SamplingParams
 from specray.server.chat.output import ChatOutput, call_grammar, chat_output
 from specray.server.chat.prompt import ChatPrompt, chat_prompt, tool_format, with_one_system_message
+from specray.server.chat.protocol import ChatRequest
 from specray.server.config import ServerConfig
 from specray.server.model_output.reasoning import REASONING_FORMATS, ReasoningFormat
-from specray.server.protocol import WHOLE_CONTEXT, ChatRequest
+from specray.server.schemas.body import WHOLE_CONTEXT
 from specray.server.tokenization import Tokenization
 from specray.server.tool_calls.formats import ToolFormat
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from specray.errors import InvalidRequestError
+from specray.server.chat.protocol import ChatRequest
 from specray.server.config import ToolCallParserName
-from specray.server.protocol import ChatRequest
 from specray.server.tool_calls.formats import TOOL_FORMATS, ToolFormat, detected_format
 
 DEFAULT_FORMAT: ToolCallParserName = "hermes"  # of models whose template does not show tools

@@ -6,8 +6,8 @@ from specray.outputs import Completion, RequestOutput, TokenLogprob
 from specray.sampling_params import SamplingParams
 from specray.server.chat.output import ChatOutput, is_cut
 from specray.server.model_output.events import CallStart, Content, Event, ParsedMessage, Reasoning, collect
-from specray.server.protocol import ReplyOptions
 from specray.server.replies import Json, OpenAIReply, ReplyMetadata, finite
+from specray.server.schemas.body import ReplyOptions
 from specray.server.tokenization import TokenTexts
 
 

@@ -7,8 +7,8 @@ from pydantic import model_validator
 
 from specray.errors import InvalidRequestError
 from specray.sampling_params import NumChoices, NumLogprobs, SamplingParams
-from specray.server.prompts import PromptField, check_choices
-from specray.server.protocol import FROM_TEXT, OpenAIRequest
+from specray.server.schemas.body import FROM_TEXT, OpenAIRequest
+from specray.server.schemas.prompts import PromptField, check_choices
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default
 

@@ -8,8 +8,8 @@ from specray.engine.detokenizer import TextStream
 from specray.outputs import Completion, RequestOutput, TokenLogprob
 from specray.sampling_params import SamplingParams
 from specray.server.completions.protocol import CompletionRequest
-from specray.server.protocol import ReplyOptions
 from specray.server.replies import Json, OpenAIReply, ReplyMetadata, finite
+from specray.server.schemas.body import ReplyOptions
 from specray.server.tokenization import TokenTexts
 
 MakeText = Callable[[list[int]], TextStream]

@@ -7,9 +7,9 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
 from specray.errors import InvalidRequestError, did_you_mean
 from specray.sampling_params import LogprobTokenIds, MaxTokens, MinTokens, NumLogprobs, SamplingParams, Seed
-from specray.server.prompts import MAX_PROMPTS, PromptField, PromptSet, check_choices
-from specray.server.protocol import FROM_TEXT, GrammarFields, ModelName, RequestName, RequestOptions, Sampling
-from specray.server.request_fields import GENERATION, HARMLESS, REFUSED
+from specray.server.schemas.body import FROM_TEXT, GrammarFields, ModelName, RequestName, RequestOptions, Sampling
+from specray.server.schemas.prompts import MAX_PROMPTS, PromptField, PromptSet, check_choices
+from specray.server.schemas.request_fields import GENERATION, HARMLESS, REFUSED
 
 GENERATE_MAX_TOKENS = 128  # SGLang's default
 FROM_THE_END = -1  # logprob_start_len: no log probabilities of the prompt

@@ -7,8 +7,7 @@ from typing import Any
 from specray.outputs import Completion, FinishReason, RequestOutput, TokenLogprob
 from specray.sampling_params import SamplingParams
 from specray.server.choices import PreparedPrompt
-from specray.server.event_framing import OPENAI_FRAMING
-from specray.server.replies import Json, ReplyMetadata, accept_length, empty_choices, finite
+from specray.server.replies import OPENAI_FRAMING, Json, ReplyMetadata, accept_length, empty_choices, finite
 from specray.server.tokenization import TokenTexts
 
 

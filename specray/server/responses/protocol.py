@@ -8,11 +8,12 @@ from pydantic import Field, model_validator
 
 from specray.errors import InvalidRequestError
 from specray.sampling_params import AllowedTokenIds, MaxTokens, MinTokens, NumLogprobs, Seed
-from specray.server.chat.messages import BodyPart, check_number_of_parts
-from specray.server.protocol import Body, ChatRequest, ModelName, ReasoningEffort, RequestName, RequestOptions, Sampling
-from specray.server.request_fields import GENERATION, REFUSED, FieldRefusal, Refusals
+from specray.server.chat.protocol import ChatRequest, ReasoningEffort
 from specray.server.responses.items import AnyItem, HostedItem, Input, MessageItem, chat_messages
 from specray.server.responses.tools import FunctionChoice, ResponseTools, ToolSet
+from specray.server.schemas.body import Body, ModelName, RequestName, RequestOptions, Sampling
+from specray.server.schemas.parts import BodyPart, check_number_of_parts
+from specray.server.schemas.request_fields import GENERATION, REFUSED, FieldRefusal, Refusals
 
 Json = dict[str, Any]
 

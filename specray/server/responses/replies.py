@@ -8,8 +8,7 @@ from specray.outputs import Completion, FinishReason, RequestOutput, TokenLogpro
 from specray.sampling_params import SamplingParams
 from specray.server.chat.output import ChatOutput, is_cut
 from specray.server.errors import ApiError
-from specray.server.event_framing import Framing, named_event
-from specray.server.replies import ReplyMetadata, empty_choices, finite, usage
+from specray.server.replies import Framing, ReplyMetadata, empty_choices, finite, named_event, usage
 from specray.server.responses.output import OutputItems
 from specray.server.responses.protocol import ResponsesRequest
 from specray.server.tokenization import TokenTexts

@@ -10,8 +10,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Discriminator, Field, Tag
 
 from specray.errors import InvalidRequestError
-from specray.server.chat.messages import MAX_TOOLS, BodyPart, ChoiceName, FunctionName, by_type, tag_of_choice
+from specray.server.chat.tools import MAX_TOOLS, ChoiceName, FunctionName, tag_of_choice
 from specray.server.errors import UNSUPPORTED_TYPE
+from specray.server.schemas.parts import BodyPart, by_type
 
 Json = dict[str, Any]
 

@@ -1,6 +1,6 @@
 """Admin routes: report the engines' drafters, and replace, add, promote or drop them while serving.
 
-Access control lives in `auth`; `specray.server.routing.rollout` brings all engines to the same drafter.
+Access control lives in `access.auth`; `specray.server.routing.rollout` brings all engines to the same drafter.
 """
 
 import json

@@ -8,7 +8,7 @@ from pydantic import model_validator
 
 from specray.errors import InvalidRequestError
 from specray.server.access.auth import FLUSH_CACHE, PING, Tenant
-from specray.server.protocol import Body, RequestName
+from specray.server.schemas.body import Body, RequestName
 from specray.server.service import Service
 
 Json = dict[str, Any]

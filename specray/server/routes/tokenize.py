@@ -8,8 +8,9 @@ from pydantic import model_validator
 from specray.errors import InvalidRequestError
 from specray.server.access.auth import Tenant
 from specray.server.chat.preparation import prepare_chat
-from specray.server.prompts import PromptField, PromptSet
-from specray.server.protocol import Body, ChatRequest, Messages, ModelName, TemplateVariables, Tools
+from specray.server.chat.protocol import ChatRequest, Messages, TemplateVariables, Tools
+from specray.server.schemas.body import Body, ModelName
+from specray.server.schemas.prompts import PromptField, PromptSet
 from specray.server.service import Service
 from specray.server.tokenization import Tokenization
 

@@ -9,11 +9,11 @@ import pytest
 from specray.errors import InvalidRequestError
 from specray.grammar import GrammarSpec, make_grammar
 from specray.server.chat.output import call_grammar
+from specray.server.chat.protocol import ChatRequest
 from specray.server.config import ReasoningParserName, ToolCallParserName
 from specray.server.model_output.events import collect
 from specray.server.model_output.parser import MessageParser
 from specray.server.model_output.reasoning import REASONING_FORMATS
-from specray.server.protocol import ChatRequest
 from specray.server.tool_calls.formats import TOOL_FORMATS
 from specray.structured_output.compiler import GrammarCompiler
 from tests.support.json_toy import BYTES_END, byte_tokenizer

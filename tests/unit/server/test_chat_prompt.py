@@ -12,8 +12,8 @@ from specray.errors import InvalidRequestError
 from specray.models.files import resolve_model
 from specray.models.tokenizer import load_tokenizer
 from specray.server.chat.preparation import prepare_chat
+from specray.server.chat.protocol import ChatRequest
 from specray.server.config import ServerConfig, ToolCallParserName
-from specray.server.protocol import ChatRequest
 from specray.server.tokenization import Tokenization
 from specray.server.tool_calls.deepseek import CALL_BEGIN
 from tests.support.scripted_server import byte_tokenizer

@@ -6,9 +6,9 @@ import pytest
 
 from specray.errors import InvalidRequestError
 from specray.grammar import GrammarSpec
+from specray.server.chat.protocol import ChatRequest
 from specray.server.completions.protocol import CompletionRequest
 from specray.server.generate.protocol import GenerateRequest
-from specray.server.protocol import ChatRequest
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TEXT = '{"type": "object", "properties": {"a": {"type": "integer"}}}'

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from specray.server import json_body
+from specray.server import middleware
 from specray.server.anthropic.protocol import MessagesRequest
-from specray.server.chat.messages import MAX_PARTS
+from specray.server.chat.protocol import ChatRequest
 from specray.server.completions.protocol import CompletionRequest
 from specray.server.generate.protocol import GenerateRequest
-from specray.server.protocol import ChatRequest
 from specray.server.responses.protocol import ResponsesRequest
+from specray.server.schemas.parts import MAX_PARTS
 from tests.support.scripted_server import Serve
 
 MANY = 20_000
@@ -113,7 +113,7 @@ def test_bodies_are_read_without_garbage_collection(serve: Serve, monkeypatch: p
     class Recording:
         loads = staticmethod(record)
 
-    monkeypatch.setattr(json_body, "json", Recording)
+    monkeypatch.setattr(middleware, "json", Recording)
 
     async def scenario() -> None:
         async with serve() as server:

@@ -11,8 +11,8 @@ import pytest
 
 import specray.server.tokenization
 from specray.server.completions.protocol import CompletionRequest
-from specray.server.prompts import checked_token_ids
-from specray.server.text_pool import NUM_THREADS, THREADS_PER_TENANT, TextPool
+from specray.server.schemas.prompts import checked_token_ids
+from specray.server.tokenization import NUM_THREADS, THREADS_PER_TENANT, TextPool
 from tests.support.scripted_server import Serve
 
 CONTEXT = 512  # of the scripted ranks

@@ -6,7 +6,7 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from specray.metrics import METRICS
-from specray.server.metric_aliases import SGLANG, VLLM
+from specray.server.monitoring.metric_aliases import SGLANG, VLLM
 from tests.support.scripted_server import Serve
 
 # As https://docs.vllm.ai/en/stable/usage/metrics/ and SGLang's "Production Metrics" have them.

@@ -7,11 +7,11 @@ import pytest
 from pydantic import ValidationError
 
 from specray.errors import InvalidRequestError
+from specray.server.chat.protocol import MAX_MESSAGES, ChatRequest
 from specray.server.completions.protocol import CompletionRequest
 from specray.server.errors import from_validation
 from specray.server.generate.protocol import GenerateRequest
-from specray.server.prompts import MAX_PROMPTS, checked_token_ids
-from specray.server.protocol import MAX_MESSAGES, ChatRequest
+from specray.server.schemas.prompts import MAX_PROMPTS, checked_token_ids
 
 USER = {"role": "user", "content": "hi"}
 

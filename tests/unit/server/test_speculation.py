@@ -8,7 +8,8 @@ import pytest
 
 from specray.config import SpeculativeConfig
 from specray.errors import InvalidRequestError
-from specray.server.protocol import ChatRequest, Speculation
+from specray.server.chat.protocol import ChatRequest
+from specray.server.schemas.body import Speculation
 from specray.server.speculation import NO_DRAFTING, SpeculationCapabilities
 from specray.step import UNLIMITED, DraftLimit
 from tests.support.scripted_server import Serve

@@ -21,8 +21,8 @@ from cluster.cli import serve
 from specray.engine.request import EngineRequest
 from specray.outputs import RequestTimes
 from specray.sampling_params import SamplingParams
-from specray.server.trace_context import PACKAGES
-from specray.server.tracing import Tracer
+from specray.server.monitoring.trace_context import PACKAGES
+from specray.server.monitoring.tracing import Tracer
 from tests.support.scripted_server import Serve, Server
 from tests.support.serve_file import SERVE_CONFIG
 

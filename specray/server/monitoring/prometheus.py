@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 
 from specray.metrics import METRICS, HistogramSnapshot, Snapshot, labelled
 from specray.metrics import Metric as Definition
-from specray.server.metric_aliases import AliasCollector
+from specray.server.monitoring.metric_aliases import AliasCollector
 
 REPLICA = "replica"  # label of every series: the Router replica, as in Ray's metrics
 Value = float | dict[str, float] | HistogramSnapshot

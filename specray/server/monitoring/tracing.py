@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specray.outputs import FinishReason, RequestOutput
 from specray.server.choices import PreparedPrompt
-from specray.server.trace_context import CURRENT_TRACE
+from specray.server.monitoring.trace_context import CURRENT_TRACE
 
 SERVICE = "specray"
 MAX_ID_LENGTH = 128  # of X-Request-Id

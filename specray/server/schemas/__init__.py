@@ -1,0 +1,1 @@
+"""Fields of request bodies that several endpoints share."""
