@@ -1,14 +1,23 @@
-"""Flags of SGLang's and vLLM's servers that SpecRay does not have: what to use instead, or why there is none.
+"""What users of SGLang and vLLM bring along: flags that SpecRay does not have, and SGLang's environment variables.
 
-One table answers for all of them, because a flag that looks similar may do something else. `docs/migrating.md` explains
-the common ones. Flags that SpecRay has under the same name are not here: `flags` makes them of the configuration.
+One table answers the flags with what to use instead, or why there is nothing, because a flag that looks similar may do
+something else. `docs/migrating.md` explains the common ones. Flags that SpecRay has under the same name are not here:
+`flags` makes them of the configuration.
 """
 
 import json
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 
+from cluster.config import AppConfig
+from specray import unsupported_options
+from specray.errors import ConfigError
+
+SPEC_V2 = "SGLANG_ENABLE_SPEC_V2"  # variables of SGLang's page on speculative decoding
+FORCE_GREEDY = "SGLANG_NGRAM_FORCE_GREEDY_VERIFY"
+_SWITCH = {"true": True, "1": True, "yes": True, "y": True, "false": False, "0": False, "no": False, "n": False}
 # Answer -> the flags, without leading dashes, as patterns; the first answer that has a flag is its answer.
 ANSWERS: dict[str, str] = {
     # Another name.
@@ -75,135 +84,44 @@ ANSWERS: dict[str, str] = {
     "set the variable OMP_NUM_THREADS or --num-threads; processes are pinned by numactl": "numa-*",
     # Not needed.
     "not needed: prompts are always processed in chunks beside decoding requests, see --chunked-prefill-size": (
-        "enable-chunked-prefill enable-mixed-chunk enable-dynamic-chunking scheduler-reserve-full-isl"
+        "enable-chunked-prefill enable-mixed-chunk enable-dynamic-chunking"
     ),
     "not needed: tools always work": "enable-auto-tool-choice exclude-tools-when-tool-choice-none",
     "not needed: grammars are compiled by llguidance, see docs/structured-output.md": (
-        "grammar-backend structured-outputs-config constrained-json-* disable-outlines-disk-cache"
-    ),
-    "not needed: all methods and headers are allowed for the origins of --server-cors-origins": (
-        "allowed-methods allowed-headers allow-credentials"
+        "grammar-backend structured-outputs-config constrained-json-*"
     ),
     "not needed: the server is ready once it has generated a token": "skip-server-warmup warmups",
     "not needed: usage and per-request figures are in every reply": (
         "enable-prompt-tokens-details enable-cache-report enable-per-request-metrics enable-force-include-usage "
-        "per-request-spec-decode-metrics stream-response-default-include-usage return-input-ids return-output-ids "
-        "return-tokens-as-token-ids enable-request-id-headers enable-server-load-tracking show-time-cost "
-        "enable-tokenizer-info-endpoint enable-request-time-stats-logging"
+        "per-request-spec-decode-metrics"
     ),
-    "not needed: docs/api.md has the limits of requests": "max-logprobs logprobs-mode",
     "not needed: requests start by age and fair shares of the tenants, and may be preempted": (
-        "schedule-* scheduling-policy *-priority-* priority-* retraction-policy prefill-delayer-* "
-        "enable-prefill-delayer "
-        "prefill-max-requests prefill-decode-interval* prefill-schedule-interval num-continuous-decode-steps "
-        "min-free-slots-delay scheduler-recv-interval num-reserved-decode-tokens "
-        "watermark* enable-watermark optimistic-prefill-attempts context-bucket batch-notify-size"
+        "schedule-* scheduling-policy *-priority-* priority-*"
     ),
     "not needed: the HTTP server runs in processes of its own; see --server-num-ingress-replicas": (
-        "api-server-count tokenizer-worker-num detokenizer-worker-num renderer-num-workers "
-        "enable-http-worker-reuseport "
-        "*dynamic-batch-tokenizer* enable-tokenizer-batch-encode disable-tokenizer-batch-decode "
-        "load-balance-method data-parallel-* -dp? dp-* enable-dp-* disable-nccl-for-dp-* attn-dp-size "
-        "attention-data-parallel-size enable-attn-tp-* disable-attn-tp-gather"
+        "api-server-count tokenizer-worker-num"
     ),
-    "not needed: prefixes are shared by blocks of --page-size tokens, and the least recently used go first": (
-        "radix-* prefix-* prefix-caching-hash-algo disable-chunked-prefix-cache *session-radix-cache swa-* "
-        "disable-hybrid-* disable-sliding-window enable-*-swa-bounded-replay disable-cascade-attn "
-        "enable-streaming-session"
-    ),
-    "not needed: a file's format is recognized": "config-format model-impl model-config-parser tokenizer-backend",
-    "not needed: weights are mapped from safetensors": (
-        "safetensors-* weight-loader-* model-loader-extra-config use-tqdm-on-load ignore-patterns pt-load-map-location "
-        "delete-ckpt-after-loading max-parallel-loading-workers startup-weight-load-mode weight-cache-* "
-        "model-checksum weight-version"
-    ),
-    "not needed: garbage collection is frozen after the start": "gc-* enable-cudagraph-gc",
+    "not needed: all metrics are always exported; see docs/operating.md": "*metrics* bucket-* *-buckets",
     # Not supported.
     "not supported: adapters (LoRA); serve the merged model": "*lora*",
-    "not supported: models take and give text only": (
-        "mm-* *-mm-* *multimodal* *media* image-processor-backend *image* *video* *encoder* language-* asr-* "
-        "*precise-embedding-interpolation"
-    ),
-    "not supported: models generate; no embeddings, no scores": (
-        "pooler-config is-embedding convert runner enable-mis enable-prompt-embeds *flash-late-interaction "
-        "io-processor-plugin prefill-only-disable-kv-cache"
-    ),
-    "not supported: no state-space or linear-attention layers": (
-        "*mamba* *replayssm* gdn-* kda-* linear-* *scattered-sconv"
-    ),
-    "not supported: prefill and decode run on the same engine": (
-        "disaggregation-* kv-transfer-config kv-events-config ec-* enable-pd* pdmux-* mooncake-* engine-info-* "
-        "*enable-pd-* kv-sharing-fast-prefill"
-    ),
-    "not supported: KV and weights stay in one memory": (
-        "*offload* *hicache* *hierarchical* *hisparse* *lmcache* *flexkv* kv-offloading-* *memory-saver *unified-* "
-        "kt-* *paged-experts* ple-* kv-cache-* enable-kv-cache-* *page-major* cpu-offload-* *external-linker* "
-        "enable-*-cpu-backup enable-cumem-allocator engram-config"
-    ),
-    "not supported: every rank holds a part of each expert": (
-        "*eplb* fuseep-mode *expert* *-ep-* *elastic-ep* ep-* ep -ep *deepep* all2all-backend *moe-* *moe dwdp-size "
-        "enable-waterfill *megamoe* *a2a* enable-two-batch-overlap enable-single-batch-overlap tbo-* enable-dbo "
-        "dbo-* ubatch-size"
-    ),
-    "not supported: a context is not split over ranks": (
-        "*context-parallel* *-cp-* cp-* *dcp-* -pcp -dcp attn-cp-size enable-prefill-cp enable-layernorm-sp "
-        "enable-hc-sp"
-    ),
+    "not supported: models take and give text only": "mm-* *-mm-* *multimodal* *media* *image* *video* language-*",
+    "not supported: models generate; no embeddings, no scores": "pooler-config is-embedding convert runner",
+    "not supported: prefill and decode run on the same engine": "disaggregation-* kv-transfer-config ec-* enable-pd*",
+    "not supported: KV and weights stay in one memory": "*offload* *hicache* *hierarchical* *lmcache*",
+    "not supported: every rank holds a part of each expert": "*eplb* *expert* *-ep-* ep-* ep -ep *deepep* *a2a*",
+    "not supported: a context is not split over ranks": "*context-parallel* *-cp-* cp-* *dcp-* attn-cp-size",
     "not supported: no plug-ins, and no code from a model's folder, are run": (
-        "*-plugin *-cls -asc middleware logits-processors custom-weight-loader enable-custom-logit-processor "
-        "forward-hooks scheduler-cls additional-config"
+        "*-plugin *-cls middleware logits-processors enable-custom-logit-processor"
     ),
-    "not supported: weights change by a restart; drafters by POST /admin/drafter": (
-        "*sleep* *weight-transfer* checkpoint-engine-* remote-instance-* *elastic* fault-tolerance-config "
-        "enable-fault-tolerance modelexpress-config"
-    ),
-    "not supported: no diffusion language models": "dllm-* diffusion-config -dc",
-    "not supported: no gRPC or HTTP/2 server; run the front proxy of deploy/haproxy": (
-        "*grpc* smg-* enable-http2 http2-* uds"
-    ),
-    "not supported: run the front proxy of deploy/haproxy": "ssl-* enable-ssl-refresh h11-* gated-launch-port sidecar*",
-    "not supported: the tokenizer is the model's": (
-        "tokenizer tokenizer-path tokenizer-mode tokenizer-revision skip-tokenizer-init tokens-only code-revision "
-        "hf-config-path hf-chat-template-name completion-template decrypted-*-file"
-    ),
+    "not supported: no gRPC or HTTP/2 server; run the front proxy of deploy/haproxy": "*grpc* enable-http2 http2-*",
+    "not supported: run the front proxy of deploy/haproxy": "ssl-* enable-ssl-refresh h11-*",
+    "not supported: the tokenizer is the model's": "tokenizer tokenizer-* skip-tokenizer-init completion-template",
     "not supported: requests name the variables of the template (chat_template_kwargs)": (
-        "default-chat-template-kwargs chat-template-content-format trust-request-* response-role reasoning-effort-map"
+        "default-chat-template-kwargs chat-template-content-format"
     ),
-    "not supported: the reasoning parser is enough": "reasoning-config enable-strict-thinking strip-thinking-cache",
-    "not supported: other defaults than those of the model's generation_config.json": (
-        "override-generation-config preferred-sampling-params default-priority-value allow-auto-truncate"
-    ),
-    "not supported: a KV type for some layers": "kv-cache-dtype-skip-layers quantization-param-path *dequant-dtype",
-    "not supported: convert the checkpoint beforehand": "modelopt-* quantize-and-serve quantization-config *quant*",
-    "not supported: this drafting method; see docs/drafting.md": (
-        "speculative-dflash-* speculative-dspark-* speculative-domino-* speculative-ngram-external-* "
-        "decoupled-spec-* speculative-draft-kv-cache-dtype speculative-draft-window-size speculative-draft-sink-size "
-        "speculative-use-block-verification speculative-* uno-*"
-    ),
-    "not supported: tools that the server runs itself": "tool-server tool-strict-level",
-    "not supported: hidden states and experts are not returned": (
-        "*return-hidden-states* *return-aux-hidden-state* *return-indexer-topk *routed-experts *sampling-mask* "
-        "aux-output-config"
-    ),
-    "not needed: all metrics are always exported; see docs/operating.md": (
-        "*metrics* bucket-* *-buckets extra-metric-labels load-publish-* load-snapshot-*"
-    ),
-    "not supported: docs/operating.md has the tools there are": (
-        "*debug* *dump* *canary* *profil* *nvtx* *nsight* *trace* jit-monitor-* *logging* log-config-file "
-        "log-error-stack crash-dump-folder fail-on-environ-validation enable-return-*"
-    ),
-    "not needed: kernels and communication are chosen by the device and the model": (
-        "*allreduce* *all-reduce* *nccl* *flashinfer* *fp4* *fp8* *gemm* dsa-* dsv4-* *dsa-* *fused* *symm-mem* "
-        "*mscclpp* *p2p-check* *qk-norm* *megakernel *monokernel* monokernel-* *tf32* *fp32* *sparse* kernel-config "
-        "cuda-graph-* cudagraph-* disable-cuda-graph-padding *aiter* *msprobe* *mxfp4* *indexer* c128-page-size "
-        "boundary-reduction *lean-attention *dense-mlp* *torch-symm* mlx-* sm-group-num *batch-sharded-sampling "
-        "performance-mode enable-quant-communications *mla* *lm-head* use-fp64-gumbel *shm-tensor-arena "
-        "ir-op-priority *distributed-timeout* dist-timeout *linker*"
-    ),
-    "not needed: SpecRay has nothing that it changes": (
-        "allow-deprecated-quantization anthropic-disabled-thinking-effort cohere-* disable-fastapi-docs "
-        "enable-offline-docs enable-scale-out fingerprint-* sse-keep-alive-interval"
-    ),
+    "not supported: convert the checkpoint beforehand": "modelopt-* quantize-and-serve quantization-config",
+    "not supported: this drafting method; see docs/drafting.md": "speculative-* decoupled-spec-* uno-*",
+    "not needed or not supported: nothing in SpecRay corresponds to it": "*",
 }
 
 
@@ -230,3 +148,27 @@ def answer(flag: str) -> str | None:
 
 def _names(patterns: str, flag: str) -> bool:
     return any(fnmatchcase(flag, pattern) for pattern in patterns.split())
+
+
+def check_sglang_environment(environment: Mapping[str, str], apps: Sequence[AppConfig]) -> Iterator[str]:
+    """A warning for every SGLANG_* variable that has no effect.
+
+    Raises ConfigError for a variable that asks for something that an application does not do.
+    """
+    for name in sorted(name for name in environment if name.startswith("SGLANG_")):
+        if name not in (SPEC_V2, FORCE_GREEDY):
+            yield f"{name} is set but not read; configure SpecRay with flags or a file"
+            continue
+        is_on = _is_on(name, environment[name])
+        if name == SPEC_V2 and any(app.disable_overlap_schedule == is_on for app in apps):
+            yield f"{name}={environment[name]} is not applied; set --disable-overlap-schedule {str(not is_on).lower()}"
+        drafters = [drafter for app in apps for drafter in app.speculative.members.values()]
+        if name == FORCE_GREEDY and is_on and any(drafter.algorithm == "NGRAM" for drafter in drafters):
+            raise unsupported_options.NGRAM_FORCE_GREEDY_VERIFY.error(name, True)
+
+
+def _is_on(name: str, value: str) -> bool:
+    is_on = _SWITCH.get(value.lower())
+    if is_on is None:
+        raise ConfigError(f"{name}={value!r} is neither true nor false; set it to one of them or unset it")
+    return is_on

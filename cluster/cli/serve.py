@@ -33,10 +33,9 @@ from cluster.cli.check import (
     load,
     summary,
 )
-from cluster.cli.engine_flags import answer
+from cluster.cli.engine_flags import answer, check_sglang_environment
 from cluster.cli.flags import SEVERAL, add_flags, given, overridden
 from cluster.cli.plan import plan_text
-from cluster.cli.sglang_environment import check_sglang_environment
 from cluster.cli.supervise import FOLDER
 from cluster.config import AppConfig
 from cluster.engine.node_resources import refuse_impossible
