@@ -6,11 +6,12 @@ Ordinary HTTP clients cannot disconnect in the middle of a header.
 import asyncio
 import json
 import time
-from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
+
+import h11
 
 READ_BYTES = 65536
 EVENT_STREAM = "text/event-stream"
@@ -56,46 +57,75 @@ async def exchange(
     A reply read at `read_bytes_per_s` that takes longer than `timeout_s` counts as cut. Network and server errors are
     returned and not raised.
     """
-    start = time.perf_counter()
-    received = _Received(start)
+    reply = _Reply(time.perf_counter())
     was_cut, error = False, ""
     try:
         async with asyncio.timeout(timeout_s):
-            was_cut = await _converse(url, request, received, cut_at, read_bytes_per_s)
+            was_cut = await _converse(url, request, reply, cut_at, read_bytes_per_s)
     except TimeoutError:
         was_cut = read_bytes_per_s is not None  # a reader this slow does not wait for the end
         error = f"no end within {timeout_s:g} s"
-    except OSError as problem:
+    except (OSError, h11.RemoteProtocolError) as problem:
         error = str(problem)
-    reply = _parsed(received, time.perf_counter() - start, was_cut, error)
-    return replace(reply, was_connected=received.was_connected, longest_gap=received.longest_gap)
+    return Exchange(
+        seconds=reply.elapsed_s,
+        status=reply.status,
+        headers=reply.headers,
+        body=bytes(reply.body),
+        is_whole=reply.is_whole,
+        was_cut=was_cut and not reply.is_whole,
+        error=error,
+        was_connected=reply.was_connected,
+        longest_gap=reply.longest_gap,
+        event_times=tuple(reply.event_times),
+    )
 
 
-class _Received:
-    """The part of a reply received so far, and when its pieces came."""
+class _Reply:
+    """The part of a reply received so far, and when its pieces and events came."""
 
     def __init__(self, start: float) -> None:
-        self.data = bytearray()
         self.was_connected = False
+        self.num_bytes = 0  # with the head and chunk framing
+        self.status: int | None = None
+        self.headers: dict[str, str] = {}
+        self.body = bytearray()
+        self.is_whole = False
         self.longest_gap = 0.0
-        self._start = start
-        self._ends: list[int] = []  # of each piece in `data`
-        self._times: list[float] = []  # seconds from the start
+        self.event_times: list[float] = []
+        self._start, self._last = start, 0.0
+        self._events_end = 0  # of the last whole event in `body`
+        self._parser = h11.Connection(h11.CLIENT)
+        for event in (h11.Request(method="GET", target="/", headers=[("Host", "")]), h11.EndOfMessage()):
+            self._parser.send(event)  # the parser reads a reply to something; the request itself was sent as bytes
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.perf_counter() - self._start
 
     def add(self, data: bytes) -> None:
-        now = time.perf_counter() - self._start
-        self.longest_gap = max(self.longest_gap, now - (self._times[-1] if self._times else now))
-        self.data += data
-        self._ends.append(len(self.data))
-        self._times.append(now)
-
-    def time_of(self, end: int) -> float:
-        """Seconds from the start until the first `end` bytes had arrived."""
-        return self._times[bisect_left(self._ends, end)]
+        """Read a piece; an empty one is the end of the connection. h11.RemoteProtocolError if it is no HTTP."""
+        now = self.elapsed_s
+        if self.num_bytes and data:
+            self.longest_gap = max(self.longest_gap, now - self._last)
+        self._last = now
+        self.num_bytes += len(data)
+        self._parser.receive_data(data)
+        while not self.is_whole and (event := self._parser.next_event()) is not h11.NEED_DATA:
+            if isinstance(event, h11.Response):
+                self.status = event.status_code
+                self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in event.headers}
+            elif isinstance(event, h11.Data):
+                self.body += event.data
+            self.is_whole = isinstance(event, h11.EndOfMessage)
+        if self.headers.get("content-type", "").startswith(EVENT_STREAM):
+            while (found := self.body.find(EVENT_END, self._events_end)) >= 0:
+                self._events_end = found + len(EVENT_END)
+                self.event_times.append(now)
 
 
 async def _converse(
-    url: str, request: bytes, received: _Received, cut_at: int | None, read_bytes_per_s: float | None
+    url: str, request: bytes, reply: _Reply, cut_at: int | None, read_bytes_per_s: float | None
 ) -> bool:
     """True if the connection was cut before the reply's end."""
     parts = urlsplit(url)
@@ -103,18 +133,18 @@ async def _converse(
     reader, writer = await asyncio.open_connection(
         parts.hostname, parts.port or (443 if with_tls else 80), ssl=with_tls or None
     )
-    received.was_connected = True
+    reply.was_connected = True
     try:
         writer.write(request[:cut_at])
         await writer.drain()
         if cut_at is not None and cut_at < len(request):
             return True
         most = None if cut_at is None else cut_at - len(request)
-        while most is None or len(received.data) < most:
-            data = await reader.read(_piece(most, len(received.data), read_bytes_per_s))
-            if not data:
+        while most is None or reply.num_bytes < most:
+            data = await reader.read(_piece(most, reply.num_bytes, read_bytes_per_s))
+            reply.add(data)
+            if not data or reply.is_whole:
                 return False
-            received.add(data)
             if read_bytes_per_s is not None:
                 await asyncio.sleep(len(data) / read_bytes_per_s)
         return True
@@ -125,62 +155,3 @@ async def _converse(
 def _piece(most: int | None, num_received: int, read_bytes_per_s: float | None) -> int:
     size = READ_BYTES if read_bytes_per_s is None else max(1, int(read_bytes_per_s / 10))
     return size if most is None else min(size, most - num_received)
-
-
-def _parsed(received: _Received, seconds: float, was_cut: bool, error: str) -> Exchange:
-    head, separator, rest = bytes(received.data).partition(b"\r\n\r\n")
-    status_line, *lines = head.decode("latin-1").split("\r\n")
-    words = status_line.split(" ")
-    if not separator or len(words) < 2 or not words[1].isdecimal():
-        return Exchange(seconds, was_cut=was_cut, error=error)
-    pairs = [line.partition(":") for line in lines]
-    headers = {name.strip().lower(): value.strip() for name, _, value in pairs}
-    body, is_whole, chunks = _body(headers, rest)
-    first = len(head) + len(separator)
-    times = [received.time_of(first + _framed(end, chunks)) for end in _event_ends(headers, body)]
-    was_cut = was_cut and not is_whole
-    return Exchange(seconds, int(words[1]), headers, body, is_whole, was_cut, error, event_times=tuple(times))
-
-
-Chunks = Sequence[tuple[int, int]]  # of each chunk: where it ends in the content, and in the bytes with framing
-
-
-def _body(headers: Mapping[str, str], data: bytes) -> tuple[bytes, bool, Chunks]:
-    """(content, whether it is complete, its chunks)."""
-    if headers.get("transfer-encoding", "").lower() == "chunked":
-        return _dechunked(data)
-    length = headers.get("content-length")
-    return data, length is None or len(data) == int(length), [(len(data), len(data))]
-
-
-def _dechunked(data: bytes) -> tuple[bytes, bool, Chunks]:
-    content, place = bytearray(), 0
-    chunks: list[tuple[int, int]] = []
-    while (line_end := data.find(b"\r\n", place)) >= 0:
-        size = int(data[place:line_end].split(b";")[0], 16)
-        if size == 0:
-            return bytes(content), True, chunks
-        end = line_end + 2 + size
-        content += data[line_end + 2 : end]
-        chunks.append((len(content), min(end, len(data))))
-        if len(data) < end + 2:
-            break
-        place = end + 2
-    return bytes(content), False, chunks
-
-
-def _event_ends(headers: Mapping[str, str], body: bytes) -> list[int]:
-    """Where each whole event of a stream ends."""
-    if not headers.get("content-type", "").startswith(EVENT_STREAM):
-        return []
-    ends, place = [], 0
-    while (found := body.find(EVENT_END, place)) >= 0:
-        place = found + len(EVENT_END)
-        ends.append(place)
-    return ends
-
-
-def _framed(end: int, chunks: Chunks) -> int:
-    """The place in the bytes with framing of a place in the content."""
-    content_end, framed_end = chunks[bisect_left(chunks, (end, 0))]
-    return framed_end - (content_end - end)
