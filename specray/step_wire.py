@@ -30,7 +30,7 @@ def pack(message: StepPlan | StepResult) -> bytes:
 def unpack_plan(data: bytes) -> StepPlan:
     """Inverse of `pack` for a plan."""
     step_id, freed, new_requests, rows, runs_drafter = msgpack.unpackb(data)
-    entering, scheduled = [new_request(*row) for row in new_requests], [_scheduled_request(*row) for row in rows]
+    entering, scheduled = [_new_request(*row) for row in new_requests], [_scheduled_request(*row) for row in rows]
     return StepPlan(step_id, freed, entering, scheduled, runs_drafter)
 
 
@@ -41,7 +41,7 @@ def unpack_result(data: bytes) -> StepResult:
     return StepResult(step_id, results, StepTimes(*times), faults, uses, drafter_is_new, drafter_is_absent)
 
 
-def new_request(*fields: Any) -> NewRequest:
+def _new_request(*fields: Any) -> NewRequest:
     """A NewRequest from unpacked fields."""
     request = NewRequest(*fields)
     wanted = request.prompt_logprobs and PromptLogprobs(*request.prompt_logprobs)

@@ -8,9 +8,10 @@ import contextlib
 import os
 import socket
 import struct
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import msgpack
+from pydantic import Field, TypeAdapter
 
 from specray.channel import Channel, ChannelClosedError
 from specray.config import MAX_TREE_NODES
@@ -35,8 +36,8 @@ class DraftEndpoint(NamedTuple):
 class DrafterHandshake(NamedTuple):
     """A drafter's first frame: what the engine must know about it."""
 
-    max_draft_tokens: int
-    aux_hidden_state_layers: list[int]
+    max_draft_tokens: Annotated[int, Field(ge=0, lt=MAX_TREE_NODES)]
+    aux_hidden_state_layers: Annotated[list[int], Field(max_length=MAX_LAYERS)]  # they repeat where a target has few
     reads_next_token: bool
 
 
@@ -95,22 +96,12 @@ def pack_handshake(handshake: DrafterHandshake) -> bytes:
 def unpack_handshake(data: bytes, num_layers: int) -> DrafterHandshake:
     """The handshake of a drafter for a target with `num_layers` layers. ValueError if it is invalid."""
     try:
-        handshake = DrafterHandshake(*msgpack.unpackb(data))
-        is_valid = _is_valid(handshake, num_layers)
-    except (TypeError, ValueError) as error:  # msgpack's own errors are among them
+        handshake = _HANDSHAKE.validate_python(msgpack.unpackb(data), strict=True)
+    except ValueError as error:  # of msgpack or pydantic
         raise ValueError(f"not a handshake: {error}") from None
-    if not is_valid:
+    if not all(-1 <= layer <= num_layers for layer in handshake.aux_hidden_state_layers):
         raise ValueError(f"not a handshake for this target: {handshake}")
     return handshake
 
 
-def _is_valid(handshake: DrafterHandshake, num_layers: int) -> bool:
-    layers = handshake.aux_hidden_state_layers
-    return (
-        type(handshake.max_draft_tokens) is int
-        and 0 <= handshake.max_draft_tokens < MAX_TREE_NODES
-        and type(layers) is list
-        and len(layers) <= MAX_LAYERS  # they repeat in heads of targets with few layers
-        and all(type(layer) is int and -1 <= layer <= num_layers for layer in layers)
-        and type(handshake.reads_next_token) is bool
-    )
+_HANDSHAKE = TypeAdapter(DrafterHandshake)

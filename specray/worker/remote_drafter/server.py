@@ -30,8 +30,8 @@ from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.samplers import make_sampler
 from specray.spec_decode.tree_edits import limited
 from specray.spec_decode.verifier import is_padded
-from specray.worker.devices import choose_device
 from specray.worker.draft_graphs import DraftGraphs, graphs_of_members
+from specray.worker.loading import choose_device
 from specray.worker.remote_drafter.device_ring import DeviceRing
 from specray.worker.remote_drafter.handshake import REFUSED, DrafterHandshake, pack_handshake
 from specray.worker.remote_drafter.ring import HiddenStateRing
@@ -102,7 +102,7 @@ class DraftServer:
         has_others = self._composite is not None and len(self._composite.members) > 1
         roots = context.roots if has_others else None  # one that is broken must not end the others
         reply = DraftReply.of(order.number, 0.0, tree, roots)  # waits for the device
-        uses = () if self._composite is None else self._composite.take_uses()
+        uses = [] if self._composite is None else list(self._composite.take_uses())
         return reply._replace(seconds=time.perf_counter() - start, uses=uses)
 
     def _receive_handshake(

@@ -7,19 +7,22 @@ memory (`ring`).
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgpack
 import numpy as np
 import torch
+from pydantic import Field, TypeAdapter
 from torch import Tensor
 
 from specray.config import MAX_DRAFTERS
 from specray.spec_decode.draft_tree import NONE, ROOT, DraftTree, TreeLists
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 from specray.spec_decode.request_table import RequestTable
-from specray.step import DrafterUse, DraftFault, DraftLimit, NewRequest
-from specray.step_wire import new_request
+from specray.step import DrafterUse, DraftFault, NewRequest
+
+Score = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+_MOST_OF_A_USE = 1e9  # seconds or trees of a step, far above any that is true
 
 
 class TargetHandshake(NamedTuple):
@@ -64,10 +67,10 @@ class DraftReply(NamedTuple):
 
     number: int
     seconds: float
-    trees: Sequence[TreeLists]
-    fault: DraftFault | None = None
-    uses: Sequence[DrafterUse] = ()  # of several drafters
-    scores: Sequence[list[float]] = ()  # of each tree's nodes, or empty where they are not known
+    trees: list[TreeLists]
+    fault: Annotated[DraftFault | None, Field(strict=False)]
+    uses: Annotated[list[DrafterUse], Field(max_length=MAX_DRAFTERS)]  # of several drafters
+    scores: list[list[Score]]  # of each tree's nodes, or empty where they are not known
     num_broken: int = 0  # trees that are only roots because their drafter's logits are not finite
 
     @classmethod
@@ -89,11 +92,11 @@ class DraftReply(NamedTuple):
                 each if each.tokens else TreeLists([root], [NONE]) for root, each in zip(tokens, trees, strict=True)
             ]
             scores = [known or [1.0] for known in scores]
-        return cls(number, seconds, trees, scores=scores, num_broken=num_broken)
+        return cls(number, seconds, trees, None, [], scores, num_broken)
 
     @classmethod
     def failed(cls, number: int, seconds: float, fault: DraftFault) -> "DraftReply":
-        return cls(number, seconds, [], fault)
+        return cls(number, seconds, [], fault, [], [])
 
     def tree(self, num_requests: int, vocab_size: int, max_draft_tokens: int) -> DraftTree:
         """The trees, on the CPU. ValueError if they are not valid trees of `num_requests` requests."""
@@ -118,39 +121,26 @@ def pack(message: TargetHandshake | Order | DraftReply) -> bytes:
     return data
 
 
+_TARGET_HANDSHAKE, _ORDER, _REPLY = TypeAdapter(TargetHandshake), TypeAdapter(Order), TypeAdapter(DraftReply)
+
+
 def unpack_target_handshake(data: bytes) -> TargetHandshake:
-    return TargetHandshake(*msgpack.unpackb(data))
+    return _TARGET_HANDSHAKE.validate_python(msgpack.unpackb(data))
 
 
 def unpack_order(data: bytes) -> Order:
-    number, region, freed, new, deltas, requests, unfinished, unread = msgpack.unpackb(data)
-    entered = [new_request(*fields) for fields in new]
-    drafted, read = ([_draft_request(*fields) for fields in part] for part in (requests, unfinished))
-    return Order(number, region, freed, entered, [RequestDelta(*fields) for fields in deltas], drafted, read, unread)
+    return _ORDER.validate_python(msgpack.unpackb(data))
 
 
 def unpack_reply(data: bytes) -> DraftReply:
     """ValueError for anything that is not a reply. `DraftReply.tree` checks the trees."""
     try:
-        reply = DraftReply(*msgpack.unpackb(data))
-        if type(reply.fault) not in (str, type(None)):  # the enum would print it, however deeply it is nested
-            raise ValueError("its fault is not a string")
-        fault = None if reply.fault is None else DraftFault(reply.fault)
-    except (TypeError, ValueError) as error:  # msgpack's own errors are among them
-        raise ValueError(f"not a reply: {error}") from None
-    lists = (reply.trees, reply.scores)
-    if (
-        type(reply.number) is not int
-        or type(reply.num_broken) is not int
-        or type(reply.seconds) is not float
-        or any(type(part) is not list for part in lists)
-    ):
-        raise ValueError("not a reply: its fields have other types")
-    if any(type(scores) is not list or not set(map(type, scores)) <= {float} for scores in reply.scores):
-        raise ValueError("not a reply: its scores are not numbers")
-    if not all(score >= 0.0 for scores in reply.scores for score in scores):
-        raise ValueError("not a reply: its scores are not probabilities")
-    return reply._replace(trees=_trees(reply.trees), fault=fault, uses=_uses(reply.uses))
+        reply = _REPLY.validate_python(msgpack.unpackb(data), strict=True)
+    except ValueError:  # of msgpack or pydantic; their messages would print the data, however deeply it is nested
+        raise ValueError("not a reply: its fields have other types or bounds") from None
+    if not all(0 <= part < _MOST_OF_A_USE for use in reply.uses for part in use[1:]):
+        raise ValueError("not a reply: a drafter's use has impossible numbers")
+    return reply
 
 
 class DeltaEncoder:
@@ -215,23 +205,6 @@ class DeltaDecoder:
         return ProposeContext(self._table, order.requests, order.unfinished, lambda: states, unread_kv_slots=unread)
 
 
-def _trees(data: Sequence[object]) -> list[TreeLists]:
-    """ValueError for anything that is not pairs of lists of integers. `DraftReply.tree` checks the trees."""
-    trees = []
-    for pair in data:
-        if (
-            type(pair) is not list
-            or len(pair) != len(TreeLists._fields)
-            or any(type(part) is not list for part in pair)
-        ):
-            raise ValueError("not a reply: its trees are not pairs of lists")
-        tree = TreeLists(*pair)
-        if not set(map(type, tree.tokens)) | set(map(type, tree.parents)) <= {int}:
-            raise ValueError("not a reply: its trees are not of integers")
-        trees.append(tree)
-    return trees
-
-
 def _check_tree(tokens: list[int], parents: list[int], vocab_size: int, max_draft_tokens: int) -> None:
     """ValueError if it is no tree."""
     if not 1 <= len(tokens) == len(parents) <= max_draft_tokens + 1:
@@ -265,21 +238,3 @@ def _lists_from_device(tree: DraftTree) -> tuple[list[TreeLists], list[list[floa
 
 def _cut(scores: list[list[float]], trees: list[TreeLists]) -> list[list[float]]:
     return [row[: len(tree.tokens)] for row, tree in zip(scores, trees, strict=True)]
-
-
-def _uses(data: object) -> list[DrafterUse]:
-    """ValueError for anything that is not a list of uses."""
-    if not isinstance(data, list | tuple) or len(data) > MAX_DRAFTERS:
-        raise ValueError("not a reply: its uses are not a list")
-    try:
-        uses = [DrafterUse(*use) for use in data]
-    except TypeError as error:
-        raise ValueError(f"not a reply: {error}") from None
-    for use in uses:
-        if type(use.drafter) is not str or not all(type(part) in (int, float) and 0 <= part < 1e9 for part in use[1:]):
-            raise ValueError("not a reply: its uses have other types")
-    return uses
-
-
-def _draft_request(slot: int, start: int, end: int, limit: list[int]) -> DraftRequest:
-    return DraftRequest(slot, start, end, DraftLimit(*limit))

@@ -80,7 +80,7 @@ def test_scores_of_another_number_of_nodes_are_no_trees(scores: list[list[float]
 @pytest.mark.parametrize("score", [-0.5, float("nan")])
 def test_scores_that_are_no_probabilities_are_no_reply(score: float) -> None:
     """A budget sorts them into classes, and there is none for log-probabilities."""
-    with pytest.raises(ValueError, match="not probabilities"):
+    with pytest.raises(ValueError, match="not a reply"):
         unpack_reply(pack(REPLY._replace(scores=[[1.0, score]])))
 
 
