@@ -33,8 +33,8 @@ from specray.ops.attention import AttentionBatch, make_pool
 from specray.ops.backends import make_backend
 from specray.ops.cpu.library import kernels
 from specray.tables import format_table
-from specray.worker.kv_size import kv_dtype
 from specray.worker.local import LocalExecutor
+from specray.worker.memory_plan import kv_dtype
 
 TEXT = Path(__file__).with_suffix(".txt")
 WINDOW = 512  # tokens of a piece of text, which is a prompt of its own

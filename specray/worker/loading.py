@@ -13,8 +13,7 @@ from specray.ops.attention import AttentionBatch, FusedAttend
 from specray.ops.backends import check_int8_kv, make_backend
 from specray.spec_decode.drafter import TargetView
 from specray.worker.kv_cache import KVCache
-from specray.worker.kv_size import count_blocks, kv_dtype
-from specray.worker.memory_demand import demand_of
+from specray.worker.memory_plan import count_blocks, demand_of, kv_dtype
 from specray.worker.model_runner import make_runner
 from specray.worker.remote_drafter.handshake import DraftPlacement
 from specray.worker.remote_drafter.source import RingLimits
@@ -112,3 +111,22 @@ def ring_limits(config: EngineConfig, model: TargetModel) -> RingLimits:
     shape, dtype = model.shape, model.embedding.weight.dtype
     sizes = (config.max_prefill_tokens, config.max_running_requests)
     return RingLimits(shape.num_layers, shape.hidden_size, *sizes, dtype)
+
+
+def choose_device(config: EngineConfig, rank: int) -> torch.device:
+    """`device: auto` is a GPU if this process sees one. Rank r takes the r-th GPU that it sees; Ray shows it one.
+
+    That GPU becomes the process's current one, because kernels that are not torch's are launched there.
+    ConfigError for `device: cuda` without a GPU.
+    """
+    has_gpu = torch.cuda.is_available() and torch.cuda.device_count() > 0
+    if config.device == "cpu" or (config.device == "auto" and not has_gpu):
+        return torch.device("cpu")
+    if not has_gpu:
+        raise ConfigError(
+            "device=cuda, but torch finds no GPU here; check nvidia-smi and that torch was built for CUDA, or set "
+            "device to auto or cpu"
+        )
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device

@@ -1,15 +1,39 @@
-"""How a device's memory is divided, before the KV pool is allocated: pure arithmetic.
+"""How a device's memory is divided: what an engine will take beside the weights, and the KV pool that is left.
 
 `mem_fraction_static` is the share of weights and KV, of the target and of its drafter. The rest is for activations,
 CUDA graphs, the context of a drafter's own process. If that share is too small for them, the pool gets less. The sizes
 of activations and graphs are estimates: they have not been compared with a GPU.
 """
 
-from typing import NamedTuple
+import json
+import logging
+import os
+import resource
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PretrainedConfig
+
+from specray.config import EngineConfig, SpeculativeConfig
+from specray.errors import ConfigError
+from specray.layers.parallel import RankGroup
+from specray.models.files import resolve_draft
+from specray.models.target_model import ModelShape
+from specray.ops.attention import row_bytes
+from specray.spec_decode import method_of
+from specray.worker.buckets import buckets, draft_row_buckets
+from specray.worker.memory import memory_fraction, weight_options
+from specray.worker.remote_drafter.handshake import DraftPlacement
+from specray.worker.remote_drafter.ring import ring_bytes
 
 _LOGITS_COPIES = 6  # float32 tensors of all logits that sampling needs at once
 _GRAPH_BYTES = 16 << 20  # that the driver keeps for a captured forward pass, or for drafting a tree
-_CONTEXT_BYTES = 600 << 20  # of CUDA and its libraries, in each process on the device
+CONTEXT_BYTES = 600 << 20  # of CUDA and its libraries, in each process on the device
+logger = logging.getLogger(__name__)
+_WEIGHT_FILES = ("*.safetensors", "*.bin")
+_MANY_NODES = 8  # of a tree, where num_draft_tokens is automatic
+_MANY_LAYERS = 3  # whose hidden states an EAGLE-3 head reads
 
 
 class Demand(NamedTuple):
@@ -34,10 +58,80 @@ class StepSize(NamedTuple):
         return self.num_tokens * self.width * self.itemsize + self.num_sampled * self.vocab_size * 4 * _LOGITS_COPIES
 
 
+def count_blocks(config: EngineConfig, demand: Demand, context_length: int, device: torch.device) -> int:
+    """Blocks of this rank's pool, the null block included: `max_total_tokens`, or what memory leaves for it.
+
+    Never more than all running requests could use. ConfigError if not even one block fits.
+    """
+    useful = config.max_running_requests * (context_length + config.page_size)
+    if config.max_total_tokens is not None:
+        return config.max_total_tokens // config.page_size + 1
+    total, used = _memory(device)
+    fraction = memory_fraction(config, device.type == "cuda")
+    available = pool_bytes(total, used, fraction, demand)
+    tokens = min(available // demand.token, useful)
+    if tokens < config.page_size:
+        smaller = "; ".join(["raise it", *weight_options(config), "or set max_total_tokens"])
+        raise ConfigError(
+            f"mem_fraction_static={fraction} of {total / 2**30:.1f} GiB leaves {available / 2**30:.2f} GiB for the KV "
+            f"pool after {used / 2**30:.1f} GiB already in use, {demand.weights / 2**30:.1f} GiB of draft weights and "
+            f"{demand.dynamic / 2**30:.1f} GiB for steps, less than one block of {config.page_size} tokens; {smaller}"
+        )
+    return tokens // config.page_size + 1
+
+
+def kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+    """The type of the target's KV pool, where the model computes in `dtype`."""
+    return torch.int8 if config.kv_cache_dtype == "int8" else dtype
+
+
 def pool_bytes(total: int, used: int, fraction: float, demand: Demand) -> int:
     """Bytes for the KV pool of a device of `total` bytes, of which `used` are taken; may be negative."""
     static = int(total * fraction) - used - demand.weights
     return min(static, total - used - demand.weights - demand.dynamic)
+
+
+def demand_of(
+    config: EngineConfig,
+    model_config: PretrainedConfig,
+    shape: ModelShape,
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: RankGroup,
+    placement: DraftPlacement,
+    uses_cuda_ipc: bool = False,
+) -> Demand:
+    """The demand of one rank of the target in `folder`. Rank 0 has the drafter on its device, unless it is separate.
+
+    With `uses_cuda_ipc`, hidden states for the drafter cross through the device's memory.
+
+    On a CPU, all processes share the memory, and activations are left to `mem_fraction_static`.
+    """
+    layer_token = _layer_bytes(shape, dtype)
+    weights, num_layers, token = 0, shape.num_layers, 0
+    is_beside = placement != "separate" or device.type == "cpu"
+    drafters = config.speculative.members.values() if group.leads and is_beside else ()
+    for drafter in filter(_has_draft_model, drafters):
+        if drafter.draft_model_path is None:  # layers of the target's own checkpoint, like its others
+            count = getattr(model_config, "num_nextn_predict_layers", None) or 0
+            weights += count * (_file_bytes(folder) // (num_layers + count))
+            token += count * layer_token
+        else:
+            own_weights, own_token = _draft(drafter, dtype)
+            weights, token = weights + own_weights, token + own_token
+    dynamic = 0
+    if device.type == "cuda":
+        width = _layer_width(model_config, shape)
+        dynamic = _steps(config, shape, width, dtype)
+        if group.leads and placement != "separate":
+            dynamic += _drafts(config, shape, width, dtype, placement == "inline")
+        if group.leads and placement == "colocated":
+            dynamic += CONTEXT_BYTES
+            if uses_cuda_ipc:
+                tokens = config.max_prefill_tokens + config.max_running_requests * _most_nodes(config)
+                dynamic += ring_bytes(tokens, _MANY_LAYERS * shape.hidden_size, dtype)
+    return Demand(num_layers * _layer_bytes(shape, kv_dtype(config, dtype)) + token, weights, dynamic)
 
 
 def graph_bytes(num_buckets: int, largest: StepSize) -> int:
@@ -45,6 +139,96 @@ def graph_bytes(num_buckets: int, largest: StepSize) -> int:
     return num_buckets * _GRAPH_BYTES + largest.num_bytes if num_buckets else 0
 
 
-def process_bytes(num_processes: int) -> int:
-    """Bytes of the contexts of further processes on the device."""
-    return num_processes * _CONTEXT_BYTES
+def _memory(device: torch.device) -> tuple[int, int]:
+    """(total, used) bytes of the device; on CPU the machine's or the container's limit, and this process's peak."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return total, total - free
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and (text := limit.read_text().strip()).isdigit():
+        total = min(total, int(text))
+    return total, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _layer_bytes(shape: ModelShape, dtype: torch.dtype) -> int:
+    """KV of a token in a layer of the target, or in a drafter's layer like it."""
+    return 2 * shape.num_local_kv_heads * row_bytes(shape.head_dim, dtype)
+
+
+def _has_draft_model(drafter: SpeculativeConfig) -> bool:
+    return "draft_model_path" in method_of(drafter.algorithm or "").options
+
+
+def _draft(speculative: SpeculativeConfig, dtype: torch.dtype) -> tuple[int, int]:
+    """(bytes of the draft model's weights, bytes of its KV of a token)."""
+    try:
+        folder = resolve_draft(speculative, progress=False)
+        return _file_bytes(folder), _token_bytes(folder, dtype)
+    # Its own process reports the error; the target serves without drafts.
+    except (ConfigError, OSError, TypeError, ValueError) as error:
+        logger.warning("no memory is planned for the draft model: %s", error)
+        return 0, 0
+
+
+def _file_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for pattern in _WEIGHT_FILES for path in folder.glob(pattern))
+
+
+def _token_bytes(folder: Path, dtype: torch.dtype) -> int:
+    """KV of a token in a draft model of the usual shape; 0 if its config.json does not say."""
+    draft_config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    flat = draft_config | draft_config.get("transformer_layer_config", {})  # speculators nest it
+    # What the file says is not checked yet: anything may stand there.
+    sizes: dict[str, int] = {name: size for name, size in flat.items() if isinstance(size, int) and size > 0}
+    heads, layers = sizes.get("num_attention_heads", 0), sizes.get("num_hidden_layers", 1)
+    kv_heads = sizes.get("num_key_value_heads", heads)
+    head_dim = sizes.get("head_dim") or (sizes.get("hidden_size", 0) // heads if heads else 0)
+    return layers * 2 * kv_heads * head_dim * dtype.itemsize
+
+
+def _steps(config: EngineConfig, shape: ModelShape, width: int, dtype: torch.dtype) -> int:
+    """Bytes of the activations of the largest step, and of the CUDA graphs."""
+    rows, nodes = config.max_running_requests, _most_nodes(config)
+    step = StepSize(config.max_prefill_tokens + rows * nodes, rows * nodes, width, shape.vocab_size, dtype.itemsize)
+    if config.disable_cuda_graph:
+        return step.num_bytes
+    captured = buckets(_graph_rows(config), nodes)
+    most = max(bucket.num_tokens for bucket in captured)
+    return step.num_bytes + graph_bytes(len(captured), step._replace(num_tokens=most, num_sampled=most))
+
+
+def _drafts(config: EngineConfig, shape: ModelShape, width: int, dtype: torch.dtype, is_inline: bool) -> int:
+    """Bytes of the activations of drafters with steps of their own: in their own process, or several.
+
+    Their layers are at most as wide as the target's. They share activations, and inline those of the target.
+    """
+    members = [drafter for drafter in config.speculative.members.values() if _has_draft_model(drafter)]
+    if not members or (is_inline and not config.speculative.drafters):
+        return 0
+    nodes, rows = _most_nodes(config), config.max_running_requests
+    siblings = max(max(each.eagle_topk or _MANY_NODES, each.num_steps or _MANY_NODES) for each in members)
+    tokens = config.max_prefill_tokens + rows * nodes
+    step = StepSize(tokens, rows * siblings, width, shape.vocab_size, dtype.itemsize)
+    total = 0 if is_inline else step.num_bytes
+    if not config.disable_cuda_graph:
+        captured = draft_row_buckets(_graph_rows(config), nodes)
+        most = 0 if is_inline else max(captured, default=0)
+        largest = step._replace(num_tokens=most * nodes, num_sampled=most * siblings)
+        total += graph_bytes(2 * len(captured) * len(members), largest)
+    return total
+
+
+def _most_nodes(config: EngineConfig) -> int:
+    members = config.speculative.members.values()
+    return max((drafter.num_draft_tokens or _MANY_NODES for drafter in members), default=1)
+
+
+def _graph_rows(config: EngineConfig) -> int:
+    return min(config.cuda_graph_max_bs or config.max_running_requests, config.max_running_requests)
+
+
+def _layer_width(model_config: PretrainedConfig, shape: ModelShape) -> int:
+    """Values of a token that are alive at once inside a layer."""
+    heads = (shape.num_local_heads + 2 * shape.num_local_kv_heads) * shape.head_dim
+    return 4 * shape.hidden_size + heads + 3 * int(model_config.intermediate_size)

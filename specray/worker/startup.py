@@ -9,6 +9,7 @@ import torch
 from specray.config import MAX_TREE_NODES, EngineConfig
 from specray.engine.executor import Capacity
 from specray.layers.parallel import RankGroup
+from specray.models.compilation import compile_layers
 from specray.models.files import target_folder
 from specray.models.target_model import TargetModel
 from specray.models.tokenizer import eos_token_ids, load_tokenizer
@@ -29,12 +30,11 @@ from specray.structured_output.compilation import make_tools
 from specray.structured_output.matchers import GrammarTable
 from specray.worker.backend import StepBackend, make_backend
 from specray.worker.broadcast import DraftSizes, broadcast_sizes, follow
-from specray.worker.compilation import compile_target
+from specray.worker.buckets import buckets
 from specray.worker.decode_graphs import DecodeGraphs
-from specray.worker.devices import choose_device
 from specray.worker.draft_graphs import graphs_of_members
 from specray.worker.graph_backend import GraphBackend
-from specray.worker.loading import LoadedTarget, ring_limits
+from specray.worker.loading import LoadedTarget, choose_device, ring_limits
 from specray.worker.model_runner import ModelRunner
 from specray.worker.remote_drafter.handshake import DraftEndpoint, DraftPlacement
 from specray.worker.remote_drafter.source import RemoteDrafts
@@ -44,6 +44,8 @@ MIXED_PREFILL_TOKENS_ON_CPU = 64
 WALKS = "rejection sampling and accept thresholds walk trees by depth, on the host"
 
 logger = logging.getLogger(__name__)
+MAX_REQUESTS = 32  # SGLang's default for torch_compile_max_bs
+NODES_OF_UNKNOWN_TREES = 16  # of a drafter that connects later and whose configuration names no number
 
 
 def start_worker(
@@ -168,3 +170,22 @@ def _logged(without: list[str]) -> list[str]:
     for each in without:
         logger.warning("without CUDA graphs: %s", each)
     return without
+
+
+def compile_target(config: EngineConfig, target: LoadedTarget, max_draft_tokens: int, progress: bool) -> None:
+    """Compile the target's layers for decode steps, if the configuration asks for it and it changes anything.
+
+    Graphs of decode steps are captured after this, so that they contain what was compiled. ConfigError without a
+    compiler.
+    """
+    if config.enable_torch_compile:
+        compile_layers(target.model, compiled_sizes(config, max_draft_tokens), target.has_fused_attention, progress)
+
+
+def compiled_sizes(config: EngineConfig, max_draft_tokens: int) -> list[int]:
+    """Numbers of tokens of a step, those of `buckets`; `max_draft_tokens` is 0 for a drafter that connects later."""
+    rows = min(config.torch_compile_max_bs or MAX_REQUESTS, config.max_running_requests)
+    nodes = 1 + max_draft_tokens
+    if config.speculative.algorithm is not None and max_draft_tokens == 0:
+        nodes = config.speculative.num_draft_tokens or NODES_OF_UNKNOWN_TREES
+    return sorted({bucket.num_tokens for bucket in buckets(rows, nodes)})

@@ -29,8 +29,7 @@ from specray.worker.broadcast import DraftSizes, broadcast_tree, follow
 from specray.worker.draft_context import draft_context
 from specray.worker.input_batch import ScheduledBatch, StepBatch
 from specray.worker.prompt_logprobs import compute_prompt_logprobs
-from specray.worker.step_output import StepOutput
-from specray.worker.traced_trees import with_traces
+from specray.worker.step_output import StepOutput, with_traces
 
 NO_DRAFTS = DraftLimit(0, 0)
 NOT_A_NUMBER = "the model's output for this request is NaN or infinite, so no token can be sampled"

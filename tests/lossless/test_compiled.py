@@ -33,7 +33,7 @@ class Engine:
             if backend != "inductor":
                 patch.setattr("specray.models.compilation.inductor_options", lambda: None)
             if sizes != SIZES:
-                patch.setattr("specray.worker.compilation.compiled_sizes", lambda *_: sizes)
+                patch.setattr("specray.worker.startup.compiled_sizes", lambda *_: sizes)
             options: dict[str, Any] = {"enable_torch_compile": True, "torch_compile_max_bs": 2}
             torch._dynamo.reset()
             counters.clear()

@@ -13,8 +13,7 @@ from specray.errors import ConfigError
 from specray.layers.parallel import RankGroup
 from specray.models.registry import load_config
 from specray.spec_decode import DRAFTERS, check_speculative
-from specray.worker.memory_demand import demand_of
-from specray.worker.memory_plan import Demand
+from specray.worker.memory_plan import Demand, demand_of
 from tests.support.engine import make_llm
 from tests.support.methods import METHODS
 

@@ -23,7 +23,7 @@ from specray.models.registry import load_model
 from specray.ops.cpu.library import kernels
 from specray.spec_decode.model_files import check_model_files
 from specray.worker import startup
-from specray.worker.compilation import compiled_sizes
+from specray.worker.startup import compiled_sizes
 from tests.support.engine import make_llm
 from tests.support.fake_cuda import fake_cuda
 from tests.support.toy import write_toy

@@ -12,7 +12,7 @@ from specray.errors import ConfigError
 from specray.ops.attention_torch import TorchAttention
 from specray.ops.cpu.library import kernels
 from specray.step import UNLIMITED, NewRequest, SamplingOptions, ScheduledRequest, StepPlan
-from specray.worker.devices import choose_device
+from specray.worker.loading import choose_device
 from specray.worker.remote_drafter.server import DraftServer, make_remote_drafter, remote_target_view
 from specray.worker.remote_drafter.wire import DeltaDecoder, DeltaEncoder, TargetHandshake, pack, unpack_order
 from specray.worker.startup import start_worker

@@ -13,9 +13,8 @@ from specray.errors import ConfigError
 from specray.ops.cpu.library import kernels
 from specray.spec_decode.verify_batch import VerifyOutput
 from specray.worker.kv_cache import KVCache
-from specray.worker.kv_size import count_blocks
 from specray.worker.local import LocalExecutor
-from specray.worker.memory_plan import Demand
+from specray.worker.memory_plan import Demand, count_blocks
 from tests.support.architectures import write_architecture
 from tests.support.engine import make_llm
 

@@ -10,8 +10,7 @@ import torch
 from specray.config import EngineConfig
 from specray.errors import ConfigError, EngineDeadError
 from specray.llm import LLM
-from specray.worker.memory import enough_memory
-from specray.worker.memory_advice import advice, options_to_lower
+from specray.worker.memory import advice, enough_memory, options_to_lower
 from tests.support.engine import make_llm
 
 LARGE_TREE = {

@@ -14,8 +14,7 @@ from specray.config import EngineConfig, SpeculativeConfig
 from specray.layers.parallel import RankGroup
 from specray.models.registry import load_config, shape_of
 from specray.worker.buckets import MAX_TOKENS, Bucket, buckets, node_buckets, row_buckets
-from specray.worker.memory_demand import demand_of
-from specray.worker.memory_plan import Demand, pool_bytes, process_bytes
+from specray.worker.memory_plan import CONTEXT_BYTES, Demand, demand_of, pool_bytes
 from specray.worker.remote_drafter.handshake import DraftPlacement
 from tests.support.heads import write_random_head
 
@@ -78,7 +77,7 @@ def test_graphs_and_activations_of_a_drafters_own_process_are_counted(toy: Path,
 
     ngrams = SpeculativeConfig(algorithm="NGRAM", num_draft_tokens=6)
     process = beside(ngrams)  # its context alone
-    assert process == process_bytes(1)
+    assert process == CONTEXT_BYTES
     without, few, many = (
         beside(one, **options) for options in ({"disable_cuda_graph": True}, {"cuda_graph_max_bs": 1}, {})
     )
