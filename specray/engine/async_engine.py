@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterable
 
 from specray.config import SpeculativeConfig
 from specray.engine.engine import Engine
-from specray.engine.output_buffer import OutputBuffer
 from specray.engine.request import EngineRequest, Request
 from specray.errors import EngineDeadError, QueueFullError
 from specray.metrics import Snapshot
-from specray.outputs import FinishReason, RequestOutput, RequestUsage
+from specray.outputs import FinishReason, RequestOutput, RequestUsage, merge_outputs
 
 FLUSHED_BLOCKS = 1024  # of the prefix cache that are evicted between two steps; each takes some microseconds
 
@@ -196,3 +195,30 @@ def _failed(spec: EngineRequest, message: str) -> RequestOutput:
     """The last output of a request about which the engine says nothing."""
     usage = RequestUsage(len(spec.prompt_token_ids), 0, 0, 0, 0, 0, 0)
     return RequestOutput(spec.request_id, [], "", None, FinishReason.ERROR, None, message, usage)
+
+
+class OutputBuffer:
+    """Holds outputs for at most `interval_s` seconds. A request's first token and its end are never held."""
+
+    def __init__(self, interval_s: float, clock: Callable[[], float]) -> None:
+        self._interval_s = interval_s
+        self._clock = clock
+        self._held: dict[str, RequestOutput] = {}  # by request ID, in order of arrival
+        self._due = clock()
+
+    def add(self, outputs: Iterable[RequestOutput]) -> list[RequestOutput]:
+        """Add a step's outputs. Returns what is to be delivered now: everything held, or nothing."""
+        is_urgent = False
+        for output in outputs:
+            held = self._held.get(output.request_id)
+            self._held[output.request_id] = output if held is None else merge_outputs(held, output)
+            is_urgent |= output.finish_reason is not None or _has_first_token(output)
+        if not self._held or not (is_urgent or self._clock() >= self._due):
+            return []
+        self._due = self._clock() + self._interval_s
+        ready, self._held = list(self._held.values()), {}
+        return ready
+
+
+def _has_first_token(output: RequestOutput) -> bool:
+    return 0 < output.usage.num_completion_tokens == len(output.token_ids)

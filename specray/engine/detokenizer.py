@@ -15,6 +15,8 @@ from specray.engine.stop_strings import StopPrefixes, cut_at_stop
 from specray.outputs import FinishReason
 from specray.sampling_params import ReasoningMarks, SamplingParams
 
+_CONTEXT_TOKENS = 8  # of the prompt
+
 
 class Cut(NamedTuple):
     """The outcome of feeding tokens: the first `num_kept` of them are kept, and `text` can be sent."""
@@ -24,9 +26,6 @@ class Cut(NamedTuple):
     finish_reason: FinishReason | None
     stop_reason: str | int | None
     text_lengths: list[int]  # characters that each kept token added to the text, sent or not; empty if not asked for
-
-
-_CONTEXT_TOKENS = 8  # of the prompt
 
 
 class TextStream:

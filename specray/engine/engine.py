@@ -19,7 +19,6 @@ from specray.engine.drafter_selection.selector import DrafterSelector
 from specray.engine.executor import Executor
 from specray.engine.recorder import StatsRecorder
 from specray.engine.request import Emitted, EngineRequest, Request
-from specray.engine.request_times import request_times
 from specray.engine.scheduler import Scheduler
 from specray.engine.stats import EngineStats
 from specray.outputs import FinishReason, RequestOutput
@@ -215,7 +214,7 @@ class Engine:
         del self._requests[request.request_id], self._texts[request.request_id]
         self._tracers.pop(request.request_id, None)
         self._record.finished(request, reason)
-        times = request_times(request, time.monotonic(), time.time_ns()) if request.spec.reports_times else None
+        times = request.times(time.monotonic(), time.time_ns()) if request.spec.reports_times else None
         return _empty_output(request)._replace(finish_reason=reason, error=error, times=times)
 
 

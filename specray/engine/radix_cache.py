@@ -1,4 +1,4 @@
-"""Prefix cache: a radix tree over full KV blocks for each namespace, with LRU eviction of leaves.
+"""Free KV blocks, and the prefix cache: a radix tree over full ones for each namespace, with LRU eviction of leaves.
 
 A node's key is the token ids of its block, so there are no hash collisions. Where a drafter's KV of a token depends on
 the next token, the key includes that token (SGLang's bigram keys), and a hit has the same draft KV. Each namespace (a
@@ -6,10 +6,77 @@ tenant's `cache_salt`) has its own root and shares nothing. Only KV of committed
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from itertools import count
 
-from specray.engine.block_pool import BlockPool
-from specray.engine.cache_nodes import CacheNode, IdleLeaves
+
+class BlockPool:
+    """Allocates block ids 1 … num_blocks - 1, low ids first. Block 0 stays zero and is read as padding by attention."""
+
+    def __init__(self, num_blocks: int) -> None:
+        assert num_blocks >= 2, num_blocks
+        self.num_blocks = num_blocks
+        self._free = list(range(num_blocks - 1, 0, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_usable(self) -> int:
+        return self.num_blocks - 1
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` blocks, in ascending runs where possible, so that a request's KV tends to be contiguous."""
+        assert 0 <= count <= len(self._free), (count, len(self._free))
+        taken = self._free[len(self._free) - count :]
+        del self._free[len(self._free) - count :]
+        return taken[::-1]
+
+    def free(self, block_ids: list[int]) -> None:
+        self._free.extend(reversed(block_ids))
+
+
+@dataclass(slots=True, eq=False)
+class CacheNode:
+    """One cached block. `num_users` counts the running requests that use it or a block below it."""
+
+    block_id: int
+    parent: "CacheNode | None"
+    key: tuple[int, ...] = ()
+    namespace: str = ""  # of a root; a root holds no block
+    children: dict[tuple[int, ...], "CacheNode"] = field(default_factory=dict)
+    num_users: int = 0
+    last_used: int = 0
+    is_offered: bool = False  # in IdleLeaves, at most once
+
+
+class IdleLeaves:
+    """Candidates for eviction: leaves that no running request uses."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, CacheNode]] = []  # (last_used when offered, tie, node)
+        self._ties = count()
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def offer(self, node: CacheNode) -> None:
+        """Remember a node that may have become an idle leaf."""
+        is_idle_leaf = node.num_users == 0 and not node.children and node.parent is not None
+        if is_idle_leaf and not node.is_offered:
+            node.is_offered = True
+            heappush(self._heap, (node.last_used, next(self._ties), node))
+
+    def take_oldest(self) -> CacheNode:
+        """A heap entry may be outdated: a node used since it was offered is offered again with its new time."""
+        while True:
+            last_used, _, node = heappop(self._heap)
+            node.is_offered = False
+            if last_used == node.last_used and node.num_users == 0 and not node.children:
+                return node
+            self.offer(node)
 
 
 class RadixCache:

@@ -1,15 +1,26 @@
-"""What an engine counts and when: one method for each event in the life of a request, and for each step."""
+"""What an engine counts and when: one method for each event in the life of a request, and for each step.
 
+`AcceptanceAlarm` sets the gauge `specray_acceptance_collapsed` while the target hardly ever accepts a draft.
+"""
+
+import logging
 import time
 from collections.abc import Sequence
 
 from specray.config import SpeculativeConfig
-from specray.engine.acceptance import AcceptanceAlarm
 from specray.engine.request import Emitted, Request
 from specray.engine.scheduler import Scheduler
 from specray.engine.stats import EngineStats
 from specray.outputs import FinishReason
 from specray.step import DraftFault, StepResult
+
+NUM_TREES = 256  # verified trees between two checks
+COLLAPSED_BELOW = 1.1  # accept length below which a tree gains less than its verification costs
+RECOVERED_FROM = 1.2
+DRAFTS = "specray_spec_decode_num_drafts_total"
+ACCEPTED = "specray_spec_decode_num_accepted_tokens_total"
+COLLAPSED = "specray_acceptance_collapsed"
+logger = logging.getLogger(__name__)
 
 
 class StatsRecorder:
@@ -94,3 +105,37 @@ class StatsRecorder:
 
     def _stats_of(self, request: Request) -> EngineStats:
         return self._probe_stats if request.spec.is_probe else self._stats
+
+
+def is_collapsed(accept_length: float, was_collapsed: bool) -> bool:
+    """Whether an average accept length, bonus token included, is too low for drafting to gain time."""
+    return accept_length < (RECOVERED_FROM if was_collapsed else COLLAPSED_BELOW)
+
+
+class AcceptanceAlarm:
+    """Checks each window of NUM_TREES verified trees."""
+
+    def __init__(self, stats: EngineStats) -> None:
+        self._stats = stats
+        self.reset()
+
+    def reset(self) -> None:
+        """Start a new window, for a new drafter."""
+        self._since = self._counts()
+        self._stats.set(COLLAPSED, 0)
+
+    def check(self) -> None:
+        """Check the counts; a change is logged once."""
+        trees, accepted = (now - then for now, then in zip(self._counts(), self._since, strict=True))
+        if trees < NUM_TREES:
+            return
+        self._since = self._counts()
+        was_collapsed = bool(self._stats.values[COLLAPSED])
+        is_so = is_collapsed(1 + accepted / trees, was_collapsed)
+        if is_so != was_collapsed:
+            self._stats.set(COLLAPSED, float(is_so))
+            what = "hardly ever accepted and slow decoding down" if is_so else "accepted again"
+            logger.warning("drafts are %s: accept length %.2f over %d trees", what, 1 + accepted / trees, trees)
+
+    def _counts(self) -> tuple[float, float]:
+        return self._stats.values[DRAFTS], self._stats.values[ACCEPTED]

@@ -7,12 +7,26 @@ from enum import Enum
 from math import inf
 from typing import NamedTuple
 
-from specray.engine.cache_nodes import CacheNode
 from specray.engine.draft_budget.acceptance import RequestAcceptance
-from specray.engine.drafter_selection.choice import DrafterChoice
-from specray.outputs import FinishReason, RequestUsage, TokenLogprob, Undrafted
+from specray.engine.drafter_selection.text_kind import TextKind
+from specray.engine.radix_cache import CacheNode
+from specray.outputs import FinishReason, RequestTimes, RequestUsage, TokenLogprob, Undrafted
 from specray.sampling_params import SamplingParams
 from specray.step import UNLIMITED, DraftLimit, RequestResult
+
+PROBATION_STEPS = 8  # that a request with `num_deaths` runs alone, from its first token at this engine
+
+
+@dataclass(slots=True, eq=False)
+class DrafterChoice:
+    """Which of several drafters a request has, and what it generated since this was last counted."""
+
+    name: str
+    shadow: str  # the drafter that is measured beside it; empty: none
+    kind: TextKind
+    max_draft_tokens: int  # of a tree of the drafter or its shadow, where it is configured
+    tokens: int = 0
+    time: float = 0.0  # in units of what a token usually takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +48,6 @@ class EngineRequest:
     name: str = ""  # by which its client can abort it; several requests may have the same
     traces_drafts: bool = False  # its outputs have a trace
     reports_times: bool = False  # its last output has its times
-
-
-PROBATION_STEPS = 8  # that a request with `num_deaths` runs alone, from its first token at this engine
 
 
 class Status(Enum):
@@ -153,19 +164,30 @@ class Request:
 
     def usage(self) -> RequestUsage:
         return RequestUsage(
-            self.num_prompt_tokens,
-            self.num_cached_tokens,
-            self.num_output_tokens,
-            self.num_verify_steps,
-            self.num_draft_tokens,
-            self.num_accepted,
-            self.num_preemptions,
-            tuple(self.accept_histogram),
-            self.is_lossy,
-            "" if self.drafter is None else self.drafter.name,
-            self.num_reasoning_tokens,
-            Undrafted(**self.undrafted),
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+            num_completion_tokens=self.num_output_tokens,
+            num_verify_steps=self.num_verify_steps,
+            num_draft_tokens=self.num_draft_tokens,
+            num_accepted=self.num_accepted,
+            num_preemptions=self.num_preemptions,
+            accept_histogram=tuple(self.accept_histogram),
+            is_lossy=self.is_lossy,
+            drafter="" if self.drafter is None else self.drafter.name,
+            num_reasoning_tokens=self.num_reasoning_tokens,
+            undrafted=Undrafted(**self.undrafted),
         )
+
+    def times(self, now: float, now_ns: int) -> RequestTimes:
+        """When the phases of a request began that ends at `now` on the engine's clock, which is `now_ns` since 1970."""
+
+        def since_1970(moment: float) -> int:
+            return now_ns - round((now - moment) * 1e9)
+
+        started, first_token = (
+            None if moment is None else since_1970(moment) for moment in (self.started, self.first_token)
+        )
+        return RequestTimes(since_1970(self.arrival), started, first_token, now_ns)
 
 
 class Emitted(NamedTuple):

@@ -14,12 +14,11 @@ from collections import deque
 from collections.abc import Sequence
 
 from specray.config import MAX_TREE_NODES, EngineConfig
-from specray.engine.block_pool import BlockPool
 from specray.engine.draft_budget import DraftBudget, Drafting, make_budget
 from specray.engine.executor import Capacity
 from specray.engine.fair_queue import FairQueue
 from specray.engine.new_request import new_request
-from specray.engine.radix_cache import RadixCache
+from specray.engine.radix_cache import BlockPool, RadixCache
 from specray.engine.request import Emitted, Planned, Request, Status
 from specray.step import DraftFault, DraftLimit, NewRequest, ScheduledRequest, StepPlan, StepResult
 

@@ -10,8 +10,8 @@ import yaml
 
 from cluster.app import build
 from cluster.cli.check import check_document
+from cluster.cli.engine_flags import check_sglang_environment
 from cluster.cli.serve import main
-from cluster.cli.sglang_environment import check_sglang_environment
 from cluster.config import AppConfig
 
 LINES = [

@@ -1,18 +1,14 @@
-"""How many tokens are drafted for each request of a step.
+"""How many tokens are drafted for each request of a step. No choice changes a request's text.
 
-`static` shares a fixed number among the requests. `auto` verifies drafts while they raise the tokens per second, and
-`trials` says when it tries other numbers. `costs` estimates the time of a step. `scores` estimates how many drafts are
-accepted from the probabilities that a drafter reports, and chooses the lowest probability that is worth verifying. For
-drafters without probabilities, `acceptance` estimates it from each node's place in the tree, and `allocation` chooses
-the number of drafts. No choice changes a request's text.
+`budget` has the interface, and the budget that shares a fixed number among the requests. `auto` verifies drafts while
+they raise the tokens per second, and `trials` says when it tries other numbers. `costs` estimates the time of a step,
+`store` keeps that for the next start, and `acceptance` estimates how many drafts are accepted.
 """
 
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.engine.draft_budget.auto import AutoBudget
-from specray.engine.draft_budget.budget import DraftBudget, Drafting
-from specray.engine.draft_budget.static import StaticBudget
+from specray.engine.draft_budget.budget import DraftBudget, Drafting, StaticBudget, StepTimer
 from specray.engine.draft_budget.store import CostStore
-from specray.engine.draft_budget.timer import StepTimer
 from specray.engine.executor import Capacity
 
 __all__ = ["DraftBudget", "Drafting", "StepTimer", "make_budget"]

@@ -1,12 +1,23 @@
 """The expected gain of drafts: how often the target accepts the nodes of a tree.
 
 Drafters put the most likely nodes first, so the first n nodes are their best tree of n nodes, and node k is accepted
-less often than node k - 1. The rate of each place is measured over all requests. A request's own acceptance scales
-them.
+less often than node k - 1. The rate of each place is measured over all requests (`NodeAcceptance`). A request's own
+acceptance scales them.
+
+Draft models also report scores, the probabilities that they gave their drafts. Then two things are measured: how often
+the target accepts nodes of each score, and how scores are distributed at each place in the tree (`ScoreAcceptance`).
+Together they give the expected gain of a step that verifies only nodes above some score.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain, pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specray.engine.draft_budget.costs import StepCosts, StepShape
 
 UNKNOWN_FIRST, UNKNOWN_RATIO = 0.6, 0.8  # assumed until measured: of the first node, and of a node to the one before
 LEARNING_RATE = 1 / 256  # of a tree, once more than this many were measured
@@ -16,6 +27,12 @@ SURE_AFTER, SURE = 8, 0.9  # after so many drafts without a rejected one, a draf
 MAX_UNREAD_TOKENS = 16  # a draft model that missed more of a request drafts badly for the rest of it
 PRIOR_TOKENS = 4.0  # accepted tokens at the average rate that a request starts with
 PRIOR_TOKENS_TOGETHER = 16.0  # the same of all requests of a step, whose drafts are turned on and off together
+# Lower ends of the classes of scores; a step's least score is one of them. Scores of 1 are those of drafts whose score
+# is not known, such as n-grams beside a draft model.
+EDGES = np.array([0.0, 0.02, 0.035, 0.05, 0.07, 0.1, 0.14, 0.2, 0.27, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.95, 1.0])
+MIDDLES = np.append((EDGES[:-1] + EDGES[1:]) / 2, 0.7)
+MEMORY_SCORED_TREES = 512
+PRIOR_NODES = 8.0  # as many nodes of each class are assumed to have been accepted as their scores say
 
 
 @dataclass(slots=True)
@@ -115,3 +132,108 @@ class NodeAcceptance:
             last *= UNKNOWN_RATIO
             gains.append(last)
         return gains
+
+
+class ScoredTree(NamedTuple):
+    """A draft tree after its verification. Nodes are counted from 1, because the root is 0."""
+
+    scores: Sequence[float]  # of all its drafts
+    num_verified: int  # of which so many were verified
+    accepted_nodes: Sequence[int]
+
+
+class ScoreAcceptance:
+    """Acceptance by score, and the spread of scores by place in the tree; older trees count less."""
+
+    def __init__(self) -> None:
+        self._verified = np.zeros(len(EDGES))  # nodes of each class
+        self._accepted = np.zeros(len(EDGES))
+        self._spread = np.zeros((0, len(EDGES)))  # [places, classes]: share of the trees, each row sums to 1
+        self._num_seen = np.zeros((0, 1))  # [places, 1]: trees that had a node there
+        self.num_trees = 0
+
+    @property
+    def num_places(self) -> int:
+        """Nodes of the largest tree that was seen, without the root."""
+        return len(self._spread)
+
+    def observe(self, trees: Sequence[ScoredTree]) -> list[float]:
+        """Count trees of one step; returns for each the number of nodes that were expected to be accepted.
+
+        A step has up to hundreds of trees, and one numpy call for all takes hardly longer than one for each.
+        """
+        lengths = [len(tree.scores) for tree in trees]
+        first = np.cumsum([0, *lengths])
+        scores = np.fromiter(chain.from_iterable(tree.scores for tree in trees), np.float64, int(first[-1]))
+        classes = np.maximum(np.searchsorted(EDGES, scores, side="right") - 1, 0)
+        places = np.arange(len(scores)) - np.repeat(first[:-1], lengths)
+        is_verified = places < np.repeat([tree.num_verified for tree in trees], lengths)
+        accepted = [
+            start + node - 1 for start, tree in zip(first[:-1], trees, strict=True) for node in tree.accepted_nodes
+        ]
+        expected = np.cumsum([0.0, *np.where(is_verified, self.rates()[classes], 0.0)])[first]
+        keep = (1 - 1 / MEMORY_SCORED_TREES) ** len(trees)
+        self._verified = keep * self._verified + np.bincount(classes[is_verified], minlength=len(EDGES))
+        self._accepted = keep * self._accepted + np.bincount(classes[accepted], minlength=len(EDGES))
+        self._observe_spread(places, classes)
+        self.num_trees += len(trees)
+        return [float(end - start) for start, end in pairwise(expected)]
+
+    def rates(self) -> NDArray[np.float64]:
+        """float64 [classes]: share of the verified nodes of each class that were accepted."""
+        rates: NDArray[np.float64] = (self._accepted + PRIOR_NODES * MIDDLES) / (self._verified + PRIOR_NODES)
+        return rates
+
+    def gains(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """(accepted, verified) nodes of a tree, float64 [places, classes] each.
+
+        Entry [k, c] is expected for a tree of k + 1 drafts of which those with scores below EDGES[c] are not verified.
+        """
+
+        def sums(shares: NDArray[np.float64]) -> NDArray[np.float64]:
+            from_class: NDArray[np.float64] = shares[:, ::-1].cumsum(1)[:, ::-1].cumsum(0)
+            return from_class
+
+        return sums(self._spread * self.rates()), sums(self._spread)
+
+    def _observe_spread(self, places: NDArray[np.int64], classes: NDArray[np.int64]) -> None:
+        """Count the classes of some trees' nodes, by their places."""
+        if not len(places):
+            return
+        num_places = max(len(self._spread), int(places.max()) + 1)
+        counts = np.bincount(places * len(EDGES) + classes, minlength=num_places * len(EDGES)).reshape(num_places, -1)
+        seen = counts.sum(1, keepdims=True)
+        before, num_seen = np.zeros((num_places, len(EDGES))), seen.astype(np.float64)
+        before[: len(self._spread)] = self._spread
+        num_seen[: len(self._num_seen)] += self._num_seen
+        weights = np.maximum(1 - (1 - 1 / MEMORY_SCORED_TREES) ** seen, seen / np.maximum(num_seen, 1))
+        self._spread = before + weights * (counts / np.maximum(seen, 1) - before)
+        self._num_seen = num_seen
+
+
+def best_cut(
+    acceptance: ScoreAcceptance,
+    num_requests: int,
+    num_drafting: int,
+    most_drafts: int,
+    costs: StepCosts,
+    margin: float,
+    factor: float = 1.0,
+) -> tuple[int, float]:
+    """(drafts of each request, least score to verify) with the most tokens per second; (0, 0.0): no drafts.
+
+    `num_drafting` of the `num_requests` requests may have drafts of this drafter. A step has at most `most_drafts`, so
+    with more requests than that only as many draft. They accept `factor` times as much as usual. A step with drafts
+    counts as `margin` times its measured time. Ties go to fewer drafts.
+    """
+    num_drafting = min(num_drafting, most_drafts)
+    num_places = min(acceptance.num_places, most_drafts // max(1, num_drafting))
+    accepted, verified = (num_drafting * nodes[:num_places] for nodes in acceptance.gains())
+    drafting = costs.rest(num_requests, np.arange(1.0, 1 + num_places))
+    seconds = costs.target(num_requests + verified) + drafting[:, None]
+    rates = (num_requests + np.minimum(factor * accepted, verified)) / (margin * seconds)
+    plain = num_requests / costs.seconds(StepShape(num_requests, 0, 0))
+    if not rates.size or rates.max() <= plain:
+        return 0, 0.0
+    place, cut = np.unravel_index(int(rates.argmax()), rates.shape)
+    return int(place) + 1, float(EDGES[cut])

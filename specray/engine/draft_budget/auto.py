@@ -5,18 +5,19 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from specray.engine.draft_budget.acceptance import (
     MAX_UNREAD_TOKENS,
     NodeAcceptance,
     RequestAcceptance,
+    ScoreAcceptance,
+    ScoredTree,
+    best_cut,
     factor_together,
 )
-from specray.engine.draft_budget.allocation import Floats, allocate
-from specray.engine.draft_budget.budget import Drafting, Shares
+from specray.engine.draft_budget.budget import Drafting, Shares, equal_shares
 from specray.engine.draft_budget.costs import StepCosts, StepShape
-from specray.engine.draft_budget.scores import ScoreAcceptance, ScoredTree, best_cut
-from specray.engine.draft_budget.static import equal_shares
 from specray.engine.draft_budget.trials import TRIAL_STEPS, Trial, Trials
 
 NUM_FIRST_TREES = 32  # whole trees at the start show the acceptance of every node
@@ -34,6 +35,10 @@ DRAFTING_MARGIN = 1.02
 # Added for requests that a draft model has not read, by their share: they continue without drafts, so drafts of all pay
 # only when others have taken their place. Without it, drafts that hardly pay are turned off and on all the time.
 UNREAD_MARGIN = 0.08
+Floats = NDArray[np.float64]
+# Nodes that bring less are never worth a row of a forward: with a step of one row taking as long as a plain step, they
+# would have to cost less than a hundredth of it.
+LEAST_GAIN = 0.01
 
 
 class LastBest(NamedTuple):
@@ -271,3 +276,39 @@ def _margin(requests: Sequence[RequestAcceptance]) -> float:
 def _would_be_unread(request: RequestAcceptance) -> bool:
     """Whether a draft model that misses the steps of a trial has missed too much of the request then."""
     return request.is_read and request.num_unread_tokens + TRIAL_STEPS > MAX_UNREAD_TOKENS
+
+
+def allocate(
+    gains: Sequence[Sequence[float]],
+    step_seconds: Callable[[Floats, Floats], Floats],
+    most_drafts: int,
+    num_others: int = 0,
+) -> list[int]:
+    """Draft tokens for each request, in descending order of gain, as many as generate the most tokens per second.
+
+    `gains[i][k]` are the tokens that draft k + 1 of request i is expected to bring, never rising in k.
+    `step_seconds(n, m)` are the times of steps with n drafts in all, and with m for the request that has most. It is
+    called once for many choices: hundreds of requests offer a thousand nodes in every step. One request with a long
+    certain tree would make the step dear for all, so limits of m are compared too: 1, 2, 4, … At most `most_drafts` are
+    chosen; ties go to fewer drafts, older requests and earlier nodes. `num_others` more requests of the step generate a
+    token each.
+    """
+    offers = sorted(
+        (-gain, place, row)
+        for row, row_gains in enumerate(gains)
+        for place, gain in enumerate(row_gains)
+        if gain >= LEAST_GAIN
+    )
+    negative_gains, places, rows = np.array(offers, np.float64).reshape(-1, 3).T
+    most_of_any = max(map(len, gains), default=0)
+    best, chosen = -np.inf, rows[:0]
+    powers = (1 << power for power in range(most_of_any.bit_length()))
+    for limit in [*(power for power in powers if power < most_of_any), most_of_any]:
+        kept = np.flatnonzero(places < limit)[:most_drafts]
+        tokens = num_others + len(gains) - np.cumsum([0.0, *negative_gains[kept]])
+        most = np.maximum.accumulate([0.0, *(places[kept] + 1.0)])
+        rates = tokens / step_seconds(np.arange(len(kept) + 1.0), most)
+        if rates.max() > best:
+            best, chosen = rates.max(), rows[kept[: int(rates.argmax())]]
+    num_drafts: list[int] = np.bincount(chosen.astype(np.int64), minlength=len(gains)).tolist()
+    return num_drafts

@@ -1,19 +1,22 @@
 """Gives every request one of several drafters when it is admitted, and learns from the steps that follow."""
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from random import Random
+from typing import NamedTuple
 
 from specray.config import MAX_TREE_NODES, SpeculativeConfig
+from specray.engine.draft_budget.costs import size_class
 from specray.engine.drafter_selection.bandit import DrafterBandit
-from specray.engine.drafter_selection.choice import DrafterChoice
-from specray.engine.drafter_selection.counters import count_drafter_tree, count_drafter_use, name_drafters
-from specray.engine.drafter_selection.step_time import StepRow, UsualTimes, step_shares
 from specray.engine.drafter_selection.text_kind import NUM_TOKENS, text_kind
-from specray.engine.request import Emitted, Request
+from specray.engine.request import DrafterChoice, Emitted, Request
 from specray.engine.stats import EngineStats
-from specray.step import UNLIMITED, StepResult
+from specray.metrics import METRICS
+from specray.step import UNLIMITED, DrafterUse, StepResult
 
 OBSERVED_TOKENS = 32  # a request's tokens are passed to the bandit in portions of this size, and at its end
+MEMORY_STEPS = 512
+CLIP = 3.0  # a step that takes longer than this many times the usual was disturbed, and counts as this
 
 
 class DrafterSelector:
@@ -121,3 +124,67 @@ def _is_typical(request: Request) -> bool:
     spec = request.spec
     has_own_trees = spec.draft_limit != UNLIMITED or spec.predicted_token_ids or spec.params.grammar is not None
     return not has_own_trees and not spec.is_probe
+
+
+def name_drafters(stats: EngineStats, names: Iterable[str]) -> None:
+    """Start their series at zero."""
+    for metric in METRICS:
+        if metric.label == "drafter" and metric.kind == "counter":
+            series = stats.labelled[metric.name]
+            series |= {name: 0.0 for name in names if name not in series}
+
+
+def count_drafter_tree(stats: EngineStats, drafter: str, num_draft_tokens: int, num_accepted: int) -> None:
+    """Count one verified tree."""
+    stats.add_labelled("specray_drafter_verify_steps_total", drafter)
+    stats.add_labelled("specray_drafter_draft_tokens_total", drafter, num_draft_tokens)
+    stats.add_labelled("specray_drafter_accepted_tokens_total", drafter, num_accepted)
+
+
+def count_drafter_use(stats: EngineStats, use: DrafterUse) -> None:
+    """Count what a drafter did for a step."""
+    stats.add_labelled("specray_drafter_seconds_total", use.drafter, use.seconds + use.shadow_seconds)
+    stats.add_labelled("specray_drafter_faults_total", use.drafter, use.num_faults)
+    stats.add_labelled("specray_shadow_trees_total", use.drafter, use.num_shadow_trees)
+    stats.add_labelled("specray_shadow_draft_tokens_total", use.drafter, use.num_shadow_drafts)
+    stats.add_labelled("specray_shadow_accepted_tokens_total", use.drafter, use.num_shadow_accepted)
+
+
+class UsualTimes:
+    """Seconds that a generated token usually takes, by size of the batch, over all drafters."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+        self._steps: dict[int, int] = {}
+
+    def observe(self, num_requests: int, num_generated: int, seconds: float) -> None:
+        """Count a step that only decoded, and generated `num_generated` tokens in `seconds`."""
+        size, token_seconds = size_class(num_requests), max(seconds, 1e-9) / num_generated
+        steps = self._steps[size] = min(MEMORY_STEPS, self._steps.get(size, 0) + 1)
+        usual = self._seconds.setdefault(size, token_seconds)
+        self._seconds[size] = usual + (min(token_seconds, CLIP * usual) - usual) / steps
+
+    def of(self, num_requests: int) -> float | None:
+        """The usual seconds of a token; None until steps of this size were observed."""
+        return self._seconds.get(size_class(num_requests))
+
+
+class StepRow(NamedTuple):
+    """One request's part of a step."""
+
+    drafter: str
+    num_tokens: int  # computed by the target: known tokens and drafts
+
+
+def step_shares(rows: Sequence[StepRow], seconds: float, draft_seconds: Mapping[str, float]) -> list[float]:
+    """Seconds of each row: those of its drafter, shared by the drafter's rows, and of the rest by tokens computed.
+
+    `draft_seconds` are those of each drafter for its rows, and part of the step's `seconds`. Where a drafter runs in
+    its own process they overlap with the host's work; the rest is then counted as shorter for all drafters.
+    """
+    counts = Counter(row.drafter for row in rows)
+    rest = max(0.0, seconds - sum(draft_seconds.get(name, 0.0) for name in counts))
+    num_tokens = max(1, sum(row.num_tokens for row in rows))
+    return [
+        rest * row.num_tokens / num_tokens + draft_seconds.get(row.drafter, 0.0) / counts[row.drafter] for row in rows
+    ]

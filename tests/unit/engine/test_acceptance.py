@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from specray.config import SpeculativeConfig
-from specray.engine.acceptance import (
+from specray.engine.recorder import (
     COLLAPSED,
     COLLAPSED_BELOW,
     NUM_TREES,

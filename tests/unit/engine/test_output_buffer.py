@@ -1,6 +1,6 @@
 """Outputs of several steps as one delivery."""
 
-from specray.engine.output_buffer import OutputBuffer
+from specray.engine.async_engine import OutputBuffer
 from specray.outputs import FinishReason, RequestOutput, RequestUsage, TokenLogprob
 
 INTERVAL_S = 0.02

@@ -1,8 +1,6 @@
 """Examples of eviction order, lookahead and many namespaces; test_block_cache has random operations."""
 
-from specray.engine.block_pool import BlockPool
-from specray.engine.cache_nodes import CacheNode
-from specray.engine.radix_cache import RadixCache
+from specray.engine.radix_cache import BlockPool, CacheNode, RadixCache
 
 
 def store(cache: RadixCache, namespace: str, token_ids: list[int]) -> list[CacheNode]:

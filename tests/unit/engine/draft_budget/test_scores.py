@@ -5,11 +5,10 @@ from random import Random
 import numpy as np
 import pytest
 
-from specray.engine.draft_budget.acceptance import RequestAcceptance
+from specray.engine.draft_budget.acceptance import EDGES, RequestAcceptance, ScoreAcceptance, ScoredTree, best_cut
 from specray.engine.draft_budget.auto import NUM_FIRST_TREES, AutoBudget
 from specray.engine.draft_budget.budget import Drafting
 from specray.engine.draft_budget.costs import StepCosts, StepShape
-from specray.engine.draft_budget.scores import EDGES, ScoreAcceptance, ScoredTree, best_cut
 
 MOST = 8
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from specray.engine.drafter_selection.step_time import StepRow, UsualTimes, step_shares
+from specray.engine.drafter_selection.selector import StepRow, UsualTimes, step_shares
 from specray.engine.drafter_selection.text_kind import LONG_PROMPT, TextKind, repeated_share, text_kind
 
 PROSE = "Tell me about the rivers of Europe, please, and which of them is the longest."
