@@ -29,16 +29,16 @@ def pack(message: StepPlan | StepResult) -> bytes:
 
 def unpack_plan(data: bytes) -> StepPlan:
     """Inverse of `pack` for a plan."""
-    step_id, freed, new_requests, rows, runs_drafter = msgpack.unpackb(data)
-    entering, scheduled = [_new_request(*row) for row in new_requests], [_scheduled_request(*row) for row in rows]
-    return StepPlan(step_id, freed, entering, scheduled, runs_drafter)
+    plan = StepPlan(*msgpack.unpackb(data))
+    new_requests, rows = [_new_request(*new) for new in plan.new_requests], [_scheduled_request(*r) for r in plan.rows]
+    return plan._replace(new_requests=new_requests, rows=rows)
 
 
 def unpack_result(data: bytes) -> StepResult:
     """Inverse of `pack` for a result."""
-    step_id, rows, times, faults, drafters, drafter_is_new, drafter_is_absent = msgpack.unpackb(data)
-    results, uses = [_request_result(*row) for row in rows], [DrafterUse(*use) for use in drafters]
-    return StepResult(step_id, results, StepTimes(*times), faults, uses, drafter_is_new, drafter_is_absent)
+    result = StepResult(*msgpack.unpackb(data))
+    rows, uses = [_request_result(*row) for row in result.rows], [DrafterUse(*use) for use in result.drafters]
+    return result._replace(rows=rows, times=StepTimes(*result.times), drafters=uses)
 
 
 def _new_request(*fields: Any) -> NewRequest:

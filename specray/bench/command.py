@@ -34,26 +34,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--limit", type=positive, metavar="N", help="use N prompts only, taken from each category in turn")
     add("--turns", type=positive, default=1, metavar="N", help="turns per conversation (default: %(default)s)")
     add("--concurrency", type=positive, default=1, metavar="N", help="concurrent requests (default: %(default)s)")
-    add(
-        "--max-tokens",
-        type=positive,
-        default=128,
-        metavar="N",
-        help="maximum length of an answer (default: %(default)s)",
-    )
-    add("--temperature", type=float, default=0.0, help="sampling temperature; 0 is greedy (default: %(default)s)")
-    add(
-        "--seed",
-        type=int,
-        default=0,
-        help="seed of the first request, plus one for each further request (default: %(default)s)",
-    )
     add("--ignore-eos", action="store_true", help="ignore end tokens: every answer has --max-tokens tokens")
     add("--repeats", type=positive, default=1, metavar="N", help="passes over all prompts (default: %(default)s)")
     add("--config", type=Path, metavar="FILE", help="Serve configuration, or YAML with engine options, to start from")
+    add_target_and_sampling(parser, max_tokens=128)
+    add("--json", type=Path, metavar="FILE", help="also write figures, machine, versions and settings to FILE")
+
+
+def add_target_and_sampling(parser: argparse.ArgumentParser, max_tokens: int) -> None:
+    """Add what `bench` and `tune` have in common; `max_tokens` is the default."""
+    add = parser.add_argument
     add("--model", help="target model, overrides --config: embedded name, folder, .gguf file or hub name")
     add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="data type, overrides --config")
-    add("--json", type=Path, metavar="FILE", help="also write figures, machine, versions and settings to FILE")
+    length = "maximum length of an answer (default: %(default)s)"
+    add("--max-tokens", type=positive, default=max_tokens, metavar="N", help=length)
+    add("--temperature", type=float, default=0.0, help="sampling temperature; 0 is greedy (default: %(default)s)")
+    seeds = "seed of the first request, plus one for each further request (default: %(default)s)"
+    add("--seed", type=int, default=0, help=seeds)
 
 
 def run(options: argparse.Namespace) -> int:

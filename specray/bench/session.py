@@ -82,15 +82,8 @@ class Session:
 
 def run_and_report(options: argparse.Namespace, config: EngineConfig) -> None:
     """Run the command: load, measure, print, write."""
-    settings = Settings(
-        options.concurrency,
-        options.max_tokens,
-        options.temperature,
-        options.turns,
-        options.repeats,
-        options.seed,
-        options.ignore_eos,
-    )
+    names = ("concurrency", "max_tokens", "temperature", "turns", "repeats", "seed", "ignore_eos")
+    settings = Settings(**{name: getattr(options, name) for name in names})
     for name in options.variants:
         _check_variant(name, settings, config)
     prompts = load_prompts(options.prompts, options.limit)

@@ -4,7 +4,7 @@ import argparse
 import re
 from pathlib import Path
 
-from specray.bench.command import DEFAULT_DRAFTER, engine_config
+from specray.bench.command import DEFAULT_DRAFTER, add_target_and_sampling, engine_config
 from specray.cli.arguments import positive
 
 HELP = (
@@ -22,8 +22,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="METHOD",
         help=f"METHOD[@HEAD][+MAP] as in bench (default: --config's, else {DEFAULT_DRAFTER})",
     )
-    add("--model", help="target model, overrides --config: embedded name, folder, .gguf file or hub name")
-    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="data type, overrides --config")
     add(
         "--batch-sizes",
         type=batch_sizes,
@@ -53,20 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="prompts per round, at least two for each concurrent request (default: %(default)s)",
     )
-    add(
-        "--max-tokens",
-        type=positive,
-        default=96,
-        metavar="N",
-        help="maximum length of an answer (default: %(default)s)",
-    )
-    add("--temperature", type=float, default=0.0, help="sampling temperature; 0 is greedy (default: %(default)s)")
-    add(
-        "--seed",
-        type=int,
-        default=0,
-        help="seed of the first request, plus one for each further request (default: %(default)s)",
-    )
+    add_target_and_sampling(parser, max_tokens=96)
     add(
         "--out",
         type=Path,

@@ -9,18 +9,18 @@ def new_request(request: Request, eos_token_ids: list[int]) -> NewRequest:
     """The message for a request that has its slot and its blocks."""
     spec = request.spec
     return NewRequest(
-        request.slot,
-        list(request.token_ids),
-        request.num_prompt_tokens,
-        request.num_computed_tokens,
-        list(request.block_ids),
-        sampling_options(spec.params, eos_token_ids),
-        spec.cache_salt,
-        _wanted_prompt_logprobs(request),
-        list(spec.predicted_token_ids),
-        spec.traces_drafts,
-        "" if request.drafter is None else request.drafter.name,
-        "" if request.drafter is None else request.drafter.shadow,
+        slot=request.slot,
+        token_ids=list(request.token_ids),
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_computed_tokens=request.num_computed_tokens,
+        block_ids=list(request.block_ids),
+        sampling=sampling_options(spec.params, eos_token_ids),
+        cache_salt=spec.cache_salt,
+        prompt_logprobs=_wanted_prompt_logprobs(request),
+        predicted_token_ids=list(spec.predicted_token_ids),
+        traces_drafts=spec.traces_drafts,
+        drafter="" if request.drafter is None else request.drafter.name,
+        shadow="" if request.drafter is None else request.drafter.shadow,
     )
 
 
@@ -29,22 +29,22 @@ def sampling_options(params: SamplingParams, eos_token_ids: list[int]) -> Sampli
     assert params.seed is not None
     stops = [] if params.ignore_eos else eos_token_ids
     return SamplingOptions(
-        params.seed,
-        params.temperature,
-        params.top_p,
-        max(0, params.top_k),
-        params.min_p,
-        params.presence_penalty,
-        params.frequency_penalty,
-        params.repetition_penalty,
-        list(params.logit_bias.items()),
-        params.min_tokens,
-        stops + params.stop_token_ids,
-        params.logprobs,
-        params.allowed_token_ids,
-        params.grammar,
-        params.banned_sequences or None,
-        params.logprob_token_ids or None,
+        seed=params.seed,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=max(0, params.top_k),
+        min_p=params.min_p,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        logit_bias=list(params.logit_bias.items()),
+        min_tokens=params.min_tokens,
+        eos_token_ids=stops + params.stop_token_ids,
+        logprobs=params.logprobs,
+        allowed_token_ids=params.allowed_token_ids,
+        grammar=params.grammar,
+        banned_sequences=params.banned_sequences or None,
+        logprob_token_ids=params.logprob_token_ids or None,
     )
 
 

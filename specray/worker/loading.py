@@ -71,20 +71,20 @@ class LoadedTarget:
         """What a drafter on this rank can read and share."""
         config = self._config
         return TargetView(
-            self.model,
-            self.model.shape,
-            self.model.embedding.weight.dtype,
-            self._folder,
-            config.load_format,
-            self._architecture,
-            eos_token_ids,
-            self.context_length,
-            self.num_blocks * config.page_size,
-            config.max_running_requests,
-            config.attention_backend,
-            self._device,
-            config.quantization,
-            config.moe_runner_backend,
+            model=self.model,
+            shape=self.model.shape,
+            dtype=self.model.embedding.weight.dtype,
+            folder=self._folder,
+            load_format=config.load_format,
+            architecture=self._architecture,
+            eos_token_ids=eos_token_ids,
+            context_length=self.context_length,
+            num_slots=self.num_blocks * config.page_size,
+            max_rows=config.max_running_requests,
+            attention_backend=config.attention_backend,
+            device=self._device,
+            quantization=config.quantization,
+            moe_runner_backend=config.moe_runner_backend,
         )
 
     @property
