@@ -2,7 +2,8 @@
 
 Every position of a fixed English text is predicted from the text before it, in float32 and in each other type.
 Perplexity is exp of the mean negative log-likelihood. Agreement is the share of positions with the same top-1 token
-as in float32 with the same weights. The text, `quality.txt`, was written for this purpose.
+as in float32 with the same weights. The text, `quality.txt`, was written for this purpose. The figures of the default
+model and text are saved in `benchmarks/results`.
 
 A GGUF file's weights are rounded already, often in the groups of 32 inputs that int4 has, so that int4 would hardly
 change them. Types that round anew therefore read a copy with the channels in another order. It computes the same
@@ -12,7 +13,7 @@ function, but the weights of a group come from many groups of the file.
 import argparse
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PretrainedConfig
 
+from benchmarks.results import Result, commit_here, save
 from specray.bench.machine import one_line
 from specray.config import EMBEDDED_MODEL, EngineConfig
 from specray.llm import LLM
@@ -37,6 +39,8 @@ from specray.worker.local import LocalExecutor
 from specray.worker.memory_plan import kv_dtype
 
 TEXT = Path(__file__).with_suffix(".txt")
+TABLE = "Quality of types"
+COLUMNS = {"perplexity": "{:.3f}", "same top-1 token as float32": "{:.1%}"}  # and the forms of their figures
 WINDOW = 512  # tokens of a piece of text, which is a prompt of its own
 
 
@@ -52,7 +56,7 @@ REFERENCE = Case("float32", {"dtype": "float32"})
 CASES = [
     Case("bfloat16", {"dtype": "bfloat16"}),
     Case("bfloat16, KV cache in int8", {"dtype": "bfloat16", "kv_cache_dtype": "int8"}),
-    Case("auto (the file's own blocks)", {"dtype": "bfloat16", "quantization": "auto"}),
+    Case("auto: the GGUF file's own 4-bit blocks", {"dtype": "bfloat16", "quantization": "auto"}),
     Case("int8", {"dtype": "bfloat16", "quantization": "int8"}, is_rounded_again=True),
     Case("int4", {"dtype": "bfloat16", "quantization": "int4"}, is_rounded_again=True),
 ]
@@ -71,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.quality", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default=EMBEDDED_MODEL, help="embedded name, folder or .gguf file (%(default)s)")
     parser.add_argument("--text", type=Path, default=TEXT, help="UTF-8 text to predict (default: quality.txt)")
+    parser.add_argument("--machine", metavar="NAME", help="name in benchmarks/results (default: the processor's)")
     options = parser.parse_args(argv)
     folder, text = resolve_model(options.model, None, "auto", progress=True), options.text.read_text(encoding="utf-8")
     # Without the CPU kernels there is no KV cache in int8.
@@ -78,14 +83,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tqdm(desc="predicting", unit="position", leave=False) as bar:
         reference = predictions(REFERENCE, folder, text, bar)
         bar.total = (1 + len(cases)) * len(reference.best)
-        rows = [[REFERENCE.name, f"{reference.perplexity:.3f}", "100 %"]]
+        figures = {REFERENCE.name: (reference.perplexity, 1.0)}
         for case in cases:
             found = predictions(case, folder, text, bar)
-            agreement = (found.best == reference.best).double().mean()
-            rows.append([case.name, f"{found.perplexity:.3f}", f"{100 * agreement:.1f} %"])
-    print(format_table(("weights", "perplexity", "same top-1 token as float32"), rows))
+            figures[case.name] = found.perplexity, float((found.best == reference.best).double().mean())
+    rows = [
+        [name, *(form.format(value) for form, value in zip(COLUMNS.values(), values, strict=True))]
+        for name, values in figures.items()
+    ]
+    print(format_table(("weights", *COLUMNS), rows))
     print(f"\n{len(reference.best)} positions; {one_line()}")
+    if (options.model, options.text) == (EMBEDDED_MODEL, TEXT):
+        print(f"saved in {save(options.machine, list(results(figures)))}")
     return 0
+
+
+def results(figures: Mapping[str, Sequence[float]]) -> Iterator[Result]:
+    """The cells of the documentation's table, from the values of each row."""
+    commit = commit_here()
+    for row, values in figures.items():
+        for (column, form), value in zip(COLUMNS.items(), values, strict=True):
+            yield Result(table=TABLE, row=row, column=column, value=value, form=form, commit=commit)
 
 
 def predictions(case: Case, folder: Path, text: str, bar: "tqdm[Any]") -> Predictions:

@@ -98,10 +98,8 @@ def cells(found: list[Speed]) -> list[Cell]:
         if not speed.in_graphs and speed.variant.chain:
             continue
         row = speed.variant.title if speed.in_graphs else f"{speed.variant.title}, kernels launched one by one"
-        column, goal = requests(speed.batch_size), goal_of(speed, found)
-        shown.append(Cell(TABLE, row, column, speed.tokens_per_s, "{:,.0f}", goal))
-        if speed.batch_size == 1:
-            shown.append(Cell("Milliseconds a step of one request", row, "measured", speed.step_ms))
+        goal = goal_of(speed, found)
+        shown.append(Cell(TABLE, row, requests(speed.batch_size), speed.tokens_per_s, "{:,.0f}", goal))
     return shown
 
 

@@ -19,13 +19,14 @@ from contextlib import suppress
 from http.client import HTTPException
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 from urllib.request import ProxyHandler, build_opener
 
 import yaml
 
 from specray.errors import SpecRayError
 from specray.private_folders import PREFIX, end_processes, own, remove_leftovers
+from specray.yaml_file import read_mapping
 
 POLL_SECONDS = 0.5
 STOP_SECONDS = 30
@@ -52,7 +53,7 @@ class LocalServer:
     """A running server: `with LocalServer(config) as server: server.wait_until_ready()`, then use `server.url`."""
 
     def __init__(self, config: Path, port: int | None = None) -> None:
-        document = _read(config)
+        document = read_mapping(config, "`applications`")
         http = document.setdefault("http_options", {})
         self._host = http.get("host", "127.0.0.1")
         self._port = http["port"] = port or http.get("port", 8000)
@@ -175,12 +176,3 @@ def reachable(host: str) -> str:
 
 
 _SERVE = [sys.executable, "-P", "-m", "specray.cli.main", "serve"]
-
-
-def _read(config: Path) -> dict[str, Any]:
-    try:
-        document = yaml.safe_load(config.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise ServerStartError(f"cannot read {config}: {error}") from None
-    assert isinstance(document, dict), "configs are checked by tests"
-    return document

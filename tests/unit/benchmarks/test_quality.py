@@ -31,4 +31,4 @@ def test_the_table_has_a_row_for_each_type(stories: Path, tmp_path: Path, capsys
     assert main(["--model", str(stories), "--text", str(text)]) == 0
     shown = capsys.readouterr().out
     assert all(f"| {name}" in shown for name in ("float32", "bfloat16", "auto", "int8", "int4"))
-    assert "100 %" in shown
+    assert "100.0%" in shown
