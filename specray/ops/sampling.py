@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specray.ops.argmax import argmax
 from specray.ops.cpu import sampling as cpu_sampling
 from specray.ops.cpu.library import kernels_on
 from specray.ops.gpu import uses_triton
+from specray.ops.largest_logits import argmax
 from specray.ops.noise import gumbel
 from specray.ops.sampling_state import GREEDY_BELOW, SamplingBatch, SamplingState
 from specray.outputs import TokenLogprob

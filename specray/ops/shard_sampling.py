@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specray.ops.argmax import argmax
 from specray.ops.cpu.library import kernels_on
 from specray.ops.cpu.pointer import pointer
+from specray.ops.largest_logits import argmax
 from specray.ops.noise import gumbel
 from specray.ops.sampling_state import GREEDY_BELOW
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from specray.ops.argmax import argmax
 from specray.ops.gpu import uses_triton
+from specray.ops.largest_logits import argmax
 from specray.ops.noise import noise_keys
 from specray.ops.ragged_index import RaggedIndex
 from specray.ops.sampling import sample_padded

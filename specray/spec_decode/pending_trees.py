@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specray.ops.host_copy import HostCopy
-from specray.ops.tree_tensors import TreesWanted, TreeTensors
+from specray.ops.step_tensors import TreesWanted, TreeTensors
 from specray.spec_decode.draft_tree import NONE, DraftTree
 from specray.spec_decode.step_ops import tree_ops
 from specray.step import DraftLimit

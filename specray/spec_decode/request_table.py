@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from specray.ops.attention import make_zeros
-from specray.ops.request_arena import RequestArena
 from specray.ops.sampling_state import OptionColumns, SamplingBatch
+from specray.ops.step_tensors import RequestArena
 from specray.spec_decode.request_state import RequestState, sampling_columns
 from specray.spec_decode.step_ops import table_ops
 from specray.step import NewRequest

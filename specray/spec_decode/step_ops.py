@@ -13,8 +13,7 @@ from torch import Tensor
 from specray.ops.cpu.library import kernels_on
 from specray.ops.cpu.steps import TableKernels, TreeKernels
 from specray.ops.gpu import uses_triton
-from specray.ops.request_arena import RequestArena
-from specray.ops.tree_tensors import TreesWanted, TreeTensors
+from specray.ops.step_tensors import RequestArena, TreesWanted, TreeTensors
 from specray.spec_decode.torch_step_ops import TorchTable, TorchTrees
 
 

@@ -8,8 +8,7 @@ from torch import Tensor
 from specray.ops.outcome import num_emitted
 from specray.ops.outcome import tokens as tokens_of
 from specray.ops.ragged_index import RaggedIndex
-from specray.ops.request_arena import RequestArena
-from specray.ops.tree_tensors import TreesWanted, TreeTensors
+from specray.ops.step_tensors import RequestArena, TreesWanted, TreeTensors
 from specray.spec_decode.draft_tree import NONE, ROOT, DraftTree
 
 

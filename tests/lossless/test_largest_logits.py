@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from specray.ops.argmax import argmax
 from specray.ops.cpu.library import kernels
-from specray.ops.largest_logits import LargestLogits
+from specray.ops.largest_logits import LargestLogits, argmax
 from specray.sampling_params import SamplingParams
 from specray.worker.input_batch import InputBatch
 from specray.worker.model_runner import ForwardOutput, KernelRunner

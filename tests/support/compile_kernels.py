@@ -18,7 +18,6 @@ from triton.compiler import ASTSource
 
 from specray.ops.gpu import (
     attention_kernels,
-    expert_kernels,
     experts,
     few_row_kernels,
     few_rows,
@@ -102,7 +101,7 @@ def cases() -> Iterator[Case]:
     yield Case(layer_kernels.quantise_row, width, num_warps=16, capabilities=(90,))
     sizes = {"ROWS": experts.ROWS, "COLUMNS": experts.COLUMNS, "INPUTS": experts.INPUTS}
     for share in (8, 1):
-        yield Case(expert_kernels.grouped_products, {"SHARE": share} | sizes)
+        yield Case(matrix_kernels.grouped_products, {"SHARE": share} | sizes)
     for dtype, size in (("bf16", 2), ("fp16", 2), ("fp32", 4)):
         for has_bias, columns in product((False, True), matrix.COLUMNS):
             tile = {"ROWS": matrix.ROWS, "COLUMNS": columns, "INPUTS": matrix.INPUT_BYTES // size}

@@ -13,8 +13,7 @@ from torch import Tensor
 from specray.ops.cpu import structs
 from specray.ops.cpu.library import Kernels
 from specray.ops.cpu.pointer import pointer
-from specray.ops.request_arena import RequestArena
-from specray.ops.tree_tensors import TreesWanted, TreeTensors
+from specray.ops.step_tensors import RequestArena, TreesWanted, TreeTensors
 
 
 class TableKernels:

@@ -6,8 +6,8 @@ import torch
 import triton
 from torch import Tensor
 
-from specray.ops.gpu.expert_kernels import grouped_products
 from specray.ops.gpu.layers import silu_and_mul
+from specray.ops.gpu.matrix_kernels import grouped_products
 
 ROWS = 16  # of a block
 COLUMNS, INPUTS = 64, 64

@@ -17,8 +17,7 @@ from specray.ops.gpu.step_kernels import (
     take_trees,
 )
 from specray.ops.gpu.strides import alike, by_rows
-from specray.ops.request_arena import RequestArena
-from specray.ops.tree_tensors import TreesWanted, TreeTensors
+from specray.ops.step_tensors import RequestArena, TreesWanted, TreeTensors
 
 _BLOCK = 128  # cells of a program
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specray.ops.argmax import argmax
+from specray.ops.largest_logits import argmax
 
 
 @pytest.mark.parametrize("vocab_size", [1, 31, 32, 257, 512, 1000, 1024, 49_152, 151_936])

@@ -1,4 +1,4 @@
-"""Draft trees that wait for their requests' next step, as kernels and torch's operations take them."""
+"""The request table, and draft trees that wait for the next step, as kernels and torch's operations take them."""
 
 from typing import NamedTuple
 
@@ -21,3 +21,12 @@ class TreesWanted(NamedTuple):
     roots: Tensor  # the requests' last known tokens
     most: Tensor  # nodes that each tree may have
     least: Tensor | None  # float32 [B], score that a node needs; None: no node is cut for its score
+
+
+class RequestArena(NamedTuple):
+    """A row of `row_size` int32 cells for each slot: token ids from column 0 on, KV slots from `kv_column` on."""
+
+    cells: Tensor  # int32 [slots * row_size]
+    row_size: int
+    kv_column: int
+    length_column: int  # of the number of known tokens
