@@ -1,4 +1,4 @@
-"""Settings of the cluster's processes: log level, garbage collection while they load, and variables of Serve."""
+"""Settings of the cluster's processes: log level, priority, garbage collection while they load, variables of Serve."""
 
 import contextlib
 import gc
@@ -22,6 +22,12 @@ LARGE_MESSAGES = {"RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(2**31 - 1)}
 
 LOG_LEVEL = "SPECRAY_LOG_LEVEL"  # carries the level to ranks and drafters
 _LOGGERS = ("ray.serve", "cluster", "specray")
+# The priority of processes that compute on a CPU is below that of proxy, ingress and router, which work for less than a
+# millisecond at a time. Where all cores compute, each of them would otherwise wait for the end of a rank's time slice.
+# At 20 times the capacity of two cores 99 of 100 refusals came within 48 ms instead of 116 ms by this alone (medians of
+# several runs); goodput and the speed of one stream stayed the same.
+NICENESS = "SPECRAY_NICENESS"  # carries the niceness to ranks and drafters
+COMPUTING_NICENESS = 5
 
 
 def most_verbose(levels: Iterable[str]) -> str:
@@ -59,3 +65,9 @@ def frozen_garbage_collection() -> Iterator[None]:
     finally:
         gc.enable()
         gc.freeze()
+
+
+def lower_priority_from_environment() -> None:
+    """Give this thread, and those it will start, the niceness that the engine passed to this process, if it did."""
+    if niceness := os.environ.get(NICENESS):
+        os.setpriority(os.PRIO_PROCESS, 0, max(int(niceness), os.getpriority(os.PRIO_PROCESS, 0)))

@@ -4,8 +4,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cluster.engine.priority import lower_priority_from_environment
-from cluster.process_settings import frozen_garbage_collection, set_log_level_from_environment
+from cluster.process_settings import (
+    frozen_garbage_collection,
+    lower_priority_from_environment,
+    set_log_level_from_environment,
+)
 from specray.config import EngineConfig
 from specray.errors import ConfigError
 from specray.heartbeat import HeartbeatFile

@@ -13,7 +13,6 @@ from ray.exceptions import RayError
 
 from cluster import process_settings
 from cluster.config import AppConfig
-from cluster.engine import priority
 from cluster.engine.placement import (
     Bundle,
     Placement,
@@ -25,8 +24,7 @@ from cluster.engine.placement import (
 from cluster.engine.rendezvous import file_rendezvous
 from cluster.engine.supervisor import DrafterSupervisor
 from cluster.engine.target import TargetActor
-from cluster.liveness.actors import Place, exit_reason, start_error
-from cluster.liveness.process import RAY_EXIT_S
+from cluster.liveness.actors import RAY_EXIT_S, Place, exit_reason, start_error
 from cluster.liveness.watchdog import Watchdogs, ranks_by_node
 from specray.channel import Channel, ChannelClosedError
 from specray.config import EngineConfig
@@ -274,7 +272,9 @@ def rank_environment(config: AppConfig, has_gpu: bool) -> dict[str, str]:
         "OMP_NUM_THREADS": str(rank_threads(config, _num_cores())),
         process_settings.LOG_LEVEL: config.server.log_level,
     }
-    return environment if has_gpu else environment | {priority.VARIABLE: str(priority.COMPUTING_NICENESS)}
+    if not has_gpu:
+        environment[process_settings.NICENESS] = str(process_settings.COMPUTING_NICENESS)
+    return environment
 
 
 def _num_cores() -> int:

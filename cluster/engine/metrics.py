@@ -1,14 +1,22 @@
-"""Exporting the engine's metrics to Ray, and the periodic log line.
+"""Exporting the engine's metrics to Ray, and what is read off them over time: Retry-After, accept length, log line.
 
 Names, types and help texts come from `specray.metrics.METRICS`. `/metrics` lives in
 `specray.server.monitoring.prometheus`.
 """
 
-from collections.abc import Iterator
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator
+from math import ceil
+from typing import NamedTuple
 
 from ray.serve import metrics as ray_metrics  # Serve's metrics have the replica as a label
 
 from specray.metrics import METRICS, HistogramSnapshot, Snapshot, labelled, number
+
+logger = logging.getLogger("ray.serve")
+NUM_ACCEPTED = "specray_spec_decode_num_accepted_tokens_total"
+MAX_S = 60  # of Retry-After
 
 
 class RayExporter:
@@ -40,7 +48,7 @@ def log_line(before: Snapshot, now: Snapshot, seconds: float, num_kv_tokens: int
     if not _is_busy(before, now):
         return None
     num_verify_steps = grown("specray_verify_steps_total")
-    num_accepted = grown("specray_spec_decode_num_accepted_tokens_total")
+    num_accepted = grown(NUM_ACCEPTED)
     accept_length = 1 + num_accepted / num_verify_steps if num_verify_steps else 0.0
     usage = number(now, "specray_kv_cache_usage_perc")
     simulated = "SIMULATED ACCEPTANCE, " if number(now, "specray_acceptance_is_simulated") else ""
@@ -83,3 +91,69 @@ def _samples(snapshot: Snapshot) -> Iterator[tuple[str, str, float]]:
             yield f"{name}_count", "", counts[-1][1]
         else:
             yield from ((name, label_value, number) for label_value, number in labelled(value))
+
+
+class _Count(NamedTuple):
+    at: float
+    num_finished: float
+
+
+class Backoff:
+    """The Retry-After of a full queue: the time until the requests now waiting are expected to have started.
+
+    Measures the rate of finished requests over the last `size` snapshots.
+    """
+
+    def __init__(self, size: int, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._counts: deque[_Count] = deque(maxlen=size)
+
+    def record(self, snapshot: Snapshot) -> None:
+        by_reason = snapshot["specray_request_finished_total"]
+        assert isinstance(by_reason, dict)
+        self._counts.append(_Count(self._clock(), sum(by_reason.values())))
+
+    def retry_after_s(self, snapshot: Snapshot) -> int:
+        """Whole seconds from 1 to MAX_S. If no request finished in the measured time, that time."""
+        if not self._counts:
+            return 1
+        first, last = self._counts[0], self._counts[-1]
+        seconds, num_finished = self._clock() - first.at, last.num_finished - first.num_finished
+        num_waiting = number(snapshot, "specray_num_requests_waiting")
+        return min(MAX_S, max(1, ceil(seconds * num_waiting / num_finished if num_finished else seconds)))
+
+
+class AcceptanceWindow:
+    """Acceptance length over the last `size` snapshots."""
+
+    def __init__(self, size: int) -> None:
+        self._counts: deque[tuple[float, float]] = deque(maxlen=size + 1)  # verify steps, accepted tokens
+
+    def record(self, snapshot: Snapshot) -> float | None:
+        """Tokens per verify step, bonus token included; None without verify steps."""
+        now = number(snapshot, "specray_verify_steps_total"), number(snapshot, NUM_ACCEPTED)
+        self._counts.append(now)
+        steps, accepted = (new - old for new, old in zip(now, self._counts[0], strict=True))
+        return 1 + accepted / steps if steps else None
+
+
+class LogReporter:
+    """Writes one log line per interval, unless the engine was idle."""
+
+    def __init__(self, interval_s: float, num_kv_tokens: int, clock: Callable[[], float]) -> None:
+        self._interval_s = interval_s
+        self._num_kv_tokens = num_kv_tokens
+        self._clock = clock
+        self._last: tuple[float, Snapshot] | None = None
+
+    def report(self, snapshot: Snapshot) -> None:
+        """Log the change since the last line if the interval has passed. The first call only starts the interval."""
+        now = self._clock()
+        if self._last is None:
+            self._last = now, snapshot
+        since, before = self._last
+        if now - since < self._interval_s:
+            return
+        if line := log_line(before, snapshot, now - since, self._num_kv_tokens):
+            logger.info(line)
+        self._last = now, snapshot

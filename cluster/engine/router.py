@@ -10,7 +10,6 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 from math import inf
 from typing import Any
@@ -21,10 +20,9 @@ from ray.serve.exceptions import RayServeException
 
 from cluster.autoscaling import autoscaling_stats
 from cluster.config import AppConfig
-from cluster.engine.backoff import Backoff
 from cluster.engine.connections import Connections
 from cluster.engine.executor import RayExecutor
-from cluster.engine.metrics import RayExporter, log_line
+from cluster.engine.metrics import AcceptanceWindow, Backoff, LogReporter, RayExporter
 from cluster.engine.reconciler import DrafterReconciler, drafter_report
 from cluster.process_settings import set_log_level
 from specray.engine.async_engine import AsyncEngine
@@ -45,7 +43,6 @@ PROBE_AFTER_S = 2.0  # without a token
 HEALTH_CHECK_TIMEOUT_S = 3.0  # Serve checks every second until it is about to stop the replica
 HEARTBEATS_IN_WINDOW = 20  # window of the acceptance length and of Retry-After
 LAST_OUTPUT_S = 0.5  # for the error to reach the ingresses before the process exits
-NUM_ACCEPTED = "specray_spec_decode_num_accepted_tokens_total"
 STOPPED = "the engine was stopped"
 NOT_CONNECTED = "the engine was restarted; try again in a few seconds"
 
@@ -317,42 +314,6 @@ class Router:
                 self._die(f"a step did not end within {limit_s:g} s, although the ranks run")
             if failure := self._engine.error or self._executor.failure():
                 self._die(failure)
-
-
-class AcceptanceWindow:
-    """Acceptance length over the last `size` snapshots."""
-
-    def __init__(self, size: int) -> None:
-        self._counts: deque[tuple[float, float]] = deque(maxlen=size + 1)  # verify steps, accepted tokens
-
-    def record(self, snapshot: Snapshot) -> float | None:
-        """Tokens per verify step, bonus token included; None without verify steps."""
-        now = number(snapshot, "specray_verify_steps_total"), number(snapshot, NUM_ACCEPTED)
-        self._counts.append(now)
-        steps, accepted = (new - old for new, old in zip(now, self._counts[0], strict=True))
-        return 1 + accepted / steps if steps else None
-
-
-class LogReporter:
-    """Writes one log line per interval, unless the engine was idle."""
-
-    def __init__(self, interval_s: float, num_kv_tokens: int, clock: Callable[[], float]) -> None:
-        self._interval_s = interval_s
-        self._num_kv_tokens = num_kv_tokens
-        self._clock = clock
-        self._last: tuple[float, Snapshot] | None = None
-
-    def report(self, snapshot: Snapshot) -> None:
-        """Log the change since the last line if the interval has passed. The first call only starts the interval."""
-        now = self._clock()
-        if self._last is None:
-            self._last = now, snapshot
-        since, before = self._last
-        if now - since < self._interval_s:
-            return
-        if line := log_line(before, snapshot, now - since, self._num_kv_tokens):
-            logger.info(line)
-        self._last = now, snapshot
 
 
 def _own_replica_id() -> str | None:

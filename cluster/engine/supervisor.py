@@ -13,8 +13,7 @@ import ray
 from ray.exceptions import RayError
 
 from cluster.engine.draft import DraftActor
-from cluster.liveness.actors import exit_reason, start_error
-from cluster.liveness.process import RAY_EXIT_S, Process
+from cluster.liveness.actors import RAY_EXIT_S, Process, exit_reason, start_error
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.errors import EngineDeadError
 from specray.heartbeat import HeartbeatFile, SilenceWatch

@@ -4,11 +4,14 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cluster.engine.priority import lower_priority_from_environment
 from cluster.engine.rendezvous import open_store, use_interface
 from cluster.liveness.actors import Place
 from cluster.liveness.watchdog import watch_router
-from cluster.process_settings import frozen_garbage_collection, set_log_level_from_environment
+from cluster.process_settings import (
+    frozen_garbage_collection,
+    lower_priority_from_environment,
+    set_log_level_from_environment,
+)
 from specray.channel import Channel, ChannelClosedError
 from specray.config import EngineConfig
 from specray.engine.executor import Capacity

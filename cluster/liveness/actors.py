@@ -1,7 +1,10 @@
-"""Ray actors: where they run, and why they did not start or have ended."""
+"""Processes of Ray actors: where they run, why they did not start or have ended, and how frozen ones are killed."""
 
+import contextlib
 import logging
 import os
+import select
+import signal
 from typing import Any, NamedTuple, Self
 
 import ray
@@ -10,6 +13,7 @@ from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskErr
 from specray.errors import ConfigError, EngineDeadError, SpecRayError
 
 logger = logging.getLogger("ray.serve")
+RAY_EXIT_S = 1.0  # for a process that Ray ends, which takes milliseconds; Ray logs a failure if it is killed meanwhile
 
 
 class Place(NamedTuple):
@@ -60,3 +64,25 @@ def _end_of(error: RayError) -> str:
             return "died"
         case _:
             return f"was lost: {type(error).__name__}"
+
+
+class Process:
+    """Another process on this machine, held by a file descriptor so that a process that reuses its ID is not killed.
+
+    Ray stops an actor by sending it a message, which a frozen process does not receive.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._fd = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None
+
+    def kill(self, grace_s: float = 0.0) -> None:
+        """Kill the process unless it ends within `grace_s` seconds. Idempotent."""
+        if self._fd is None:
+            return
+        ended = select.poll()
+        ended.register(self._fd, select.POLLIN)
+        ended.poll(1000 * grace_s)
+        with contextlib.suppress(OSError):  # already ended
+            signal.pidfd_send_signal(self._fd, signal.SIGKILL)
+        os.close(self._fd)
+        self._fd = None

@@ -21,8 +21,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from cluster.liveness.actors import Place
-from cluster.liveness.process import Process
+from cluster.liveness.actors import Place, Process
 from specray.heartbeat import HEARTBEAT_INTERVAL_S, NUM_PARTS, HeartbeatFile, LocalHeartbeat, wait_until_silent
 from specray.private_folders import PREFIX, own, remove_leftovers
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.liveness.process import Process
+from cluster.liveness.actors import Process
 from specray.heartbeat import NUM_PARTS, HeartbeatFile, LocalHeartbeat, SilenceWatch, within
 
 BEATING = "import sys, time; from pathlib import Path; from specray.heartbeat import HeartbeatFile; "

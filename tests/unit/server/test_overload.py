@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from cluster.engine.backoff import MAX_S, Backoff
+from cluster.engine.metrics import MAX_S, Backoff
 from specray.bench.exchange import Exchange, exchange, request_bytes
 from specray.bench.ledger import Outcome
 from specray.bench.load_command import table

@@ -5,8 +5,7 @@ from typing import ClassVar
 import pytest
 
 import cluster.engine.metrics
-from cluster.engine.metrics import RayExporter, log_line
-from cluster.engine.router import LogReporter
+from cluster.engine.metrics import LogReporter, RayExporter, log_line
 from specray.engine.stats import EngineStats
 
 

@@ -5,20 +5,21 @@ import threading
 
 import pytest
 
+from cluster import process_settings
 from cluster.config import AppConfig
-from cluster.engine import priority
 from cluster.engine.executor import rank_environment
 from tests.support.forked import call
 
 
 def test_only_processes_without_a_gpu_compute_after_others() -> None:
-    assert priority.VARIABLE not in rank_environment(AppConfig(), has_gpu=True)
-    assert int(rank_environment(AppConfig(), has_gpu=False)[priority.VARIABLE]) == priority.COMPUTING_NICENESS
+    assert process_settings.NICENESS not in rank_environment(AppConfig(), has_gpu=True)
+    niceness = rank_environment(AppConfig(), has_gpu=False)[process_settings.NICENESS]
+    assert int(niceness) == process_settings.COMPUTING_NICENESS
 
 
 @pytest.mark.parametrize(("niceness", "added"), [("", 0), ("3", 3), ("0", 0)])
 def test_threads_that_start_afterwards_have_the_lower_priority(niceness: str, added: int) -> None:
-    ended = call(f"{__name__}:lower", **{priority.VARIABLE: niceness} if niceness else {})
+    ended = call(f"{__name__}:lower", **{process_settings.NICENESS: niceness} if niceness else {})
     assert ended.status == 0, ended.output
     before, own, heartbeat, later = map(int, ended.output.split())
     assert before == heartbeat  # its thread started first
@@ -38,7 +39,7 @@ def lower() -> None:
 
     first = threading.Thread(target=heartbeat)
     first.start()
-    priority.lower_priority_from_environment()
+    process_settings.lower_priority_from_environment()
     is_lowered.set()
     first.join()
     later = threading.Thread(target=heartbeat)
