@@ -50,7 +50,7 @@ class DrafterSelector:
         self._shadow, self._share = speculative.shadow.drafter, speculative.shadow.share
         sizes = {name: member.num_draft_tokens for name, member in members.items()}
         self._most = {name: MAX_TREE_NODES if size is None else size - 1 for name, size in sizes.items()}
-        name_drafters(self._stats, members)
+        _name_drafters(self._stats, members)
 
     def assign(self, request: Request) -> None:
         """Choose the drafter of a new request."""
@@ -78,7 +78,7 @@ class DrafterSelector:
         draft_seconds: dict[str, float] = {}
         for use in result.drafters:
             draft_seconds[use.drafter] = draft_seconds.get(use.drafter, 0.0) + use.seconds
-            count_drafter_use(self._stats, use)
+            _count_drafter_use(self._stats, use)
         shadow_seconds = sum(use.shadow_seconds for use in result.drafters)
         rows = [StepRow(self._drafter(part), part.num_tokens + part.result.num_draft_tokens) for part in emitted]
         shares = step_shares(rows, max(0.0, seconds - shadow_seconds), draft_seconds)
@@ -93,7 +93,7 @@ class DrafterSelector:
             if not _is_typical(part.request):
                 continue
             if part.request.in_flight[0].num_drafts:  # the step's limit: a shadow's trees count where drafts may be
-                count_drafter_tree(self._stats, self._drafter(part), part.result.num_draft_tokens, num_tokens - 1)
+                _count_drafter_tree(self._stats, self._drafter(part), part.result.num_draft_tokens, num_tokens - 1)
             if usual is not None:
                 choice.tokens, choice.time = choice.tokens + num_tokens, choice.time + share / usual
                 if choice.tokens >= OBSERVED_TOKENS:
@@ -126,7 +126,7 @@ def _is_typical(request: Request) -> bool:
     return not has_own_trees and not spec.is_probe
 
 
-def name_drafters(stats: EngineStats, names: Iterable[str]) -> None:
+def _name_drafters(stats: EngineStats, names: Iterable[str]) -> None:
     """Start their series at zero."""
     for metric in METRICS:
         if metric.label == "drafter" and metric.kind == "counter":
@@ -134,14 +134,14 @@ def name_drafters(stats: EngineStats, names: Iterable[str]) -> None:
             series |= {name: 0.0 for name in names if name not in series}
 
 
-def count_drafter_tree(stats: EngineStats, drafter: str, num_draft_tokens: int, num_accepted: int) -> None:
+def _count_drafter_tree(stats: EngineStats, drafter: str, num_draft_tokens: int, num_accepted: int) -> None:
     """Count one verified tree."""
     stats.add_labelled("specray_drafter_verify_steps_total", drafter)
     stats.add_labelled("specray_drafter_draft_tokens_total", drafter, num_draft_tokens)
     stats.add_labelled("specray_drafter_accepted_tokens_total", drafter, num_accepted)
 
 
-def count_drafter_use(stats: EngineStats, use: DrafterUse) -> None:
+def _count_drafter_use(stats: EngineStats, use: DrafterUse) -> None:
     """Count what a drafter did for a step."""
     stats.add_labelled("specray_drafter_seconds_total", use.drafter, use.seconds + use.shadow_seconds)
     stats.add_labelled("specray_drafter_faults_total", use.drafter, use.num_faults)
