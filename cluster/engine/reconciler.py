@@ -1,40 +1,23 @@
 """Replaces one engine's drafter while it serves. `specray.server.routing.rollout` does so for all engines."""
 
 import threading
-from typing import Any, Protocol
+from typing import Any
 
-from cluster.engine.supervisor import DrafterState
+from cluster.engine.supervisor import DrafterState, DrafterSupervisor
 from specray.config import SpeculativeConfig
+from specray.engine.async_engine import AsyncEngine
 from specray.errors import ConfigError, SpecRayError
 from specray.metrics import Snapshot
 from specray.server.routing.messages import DesiredDrafter, Refusal
-from specray.worker.remote_drafter.handshake import DrafterHandshake
 
 NOT_LOADED = 409  # HTTP status: a valid request that failed now
-
-
-class Supervisor(Protocol):
-    """Runs and replaces a drafter, see `cluster.engine.supervisor.DrafterSupervisor`."""
-
-    @property
-    def state(self) -> DrafterState: ...
-
-    def replace(self, speculative: SpeculativeConfig) -> DrafterHandshake: ...
-
-    def keep(self, speculative: SpeculativeConfig) -> None: ...
-
-
-class Planner(Protocol):
-    """Plans steps for a drafter, see `specray.engine.async_engine.AsyncEngine`."""
-
-    def draft_with(self, speculative: SpeculativeConfig, max_draft_tokens: int) -> None: ...
 
 
 class DrafterReconciler:
     """Applies desired drafters one at a time. `apply` is thread-safe; it blocks during a load."""
 
     def __init__(
-        self, configured: SpeculativeConfig, max_draft_tokens: int, supervisor: Supervisor, planner: Planner
+        self, configured: SpeculativeConfig, max_draft_tokens: int, supervisor: DrafterSupervisor, planner: AsyncEngine
     ) -> None:
         self.desired = DesiredDrafter(0, configured)
         self._configured = configured
