@@ -305,7 +305,7 @@ class _Peer:
         try:
             reply = unpack_reply(data)
             if reply.fault is not None:
-                raise DraftFaultError(reply.fault)
+                raise DraftFaultError(DraftFault(reply.fault))
             if reply.number != sent.number:
                 raise ValueError(f"a reply to order {reply.number} instead of {sent.number}")
             tree = reply.tree(len(sent.slots), self._table.vocab_size, self.handshake.max_draft_tokens)

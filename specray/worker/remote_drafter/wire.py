@@ -68,7 +68,7 @@ class DraftReply(NamedTuple):
     number: int
     seconds: float
     trees: list[TreeLists]
-    fault: Annotated[DraftFault | None, Field(strict=False)]
+    fault: str | None  # of DraftFault
     uses: Annotated[list[DrafterUse], Field(max_length=MAX_DRAFTERS)]  # of several drafters
     scores: list[list[Score]]  # of each tree's nodes, or empty where they are not known
     num_broken: int = 0  # trees that are only roots because their drafter's logits are not finite
@@ -138,6 +138,8 @@ def unpack_reply(data: bytes) -> DraftReply:
         reply = _REPLY.validate_python(msgpack.unpackb(data), strict=True)
     except ValueError:  # of msgpack or pydantic; their messages would print the data, however deeply it is nested
         raise ValueError("not a reply: its fields have other types or bounds") from None
+    if reply.fault not in (None, *DraftFault):
+        raise ValueError(f"not a reply: its fault is {str(reply.fault)[:20]!r}")
     if not all(0 <= part < _MOST_OF_A_USE for use in reply.uses for part in use[1:]):
         raise ValueError("not a reply: a drafter's use has impossible numbers")
     return reply

@@ -111,7 +111,7 @@ def test_a_port_in_use_is_an_error(config: Path) -> None:
 
 
 def test_a_missing_config_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ServerStartError, match=r"nothing\.yaml"):
+    with pytest.raises(FileNotFoundError, match=r"nothing\.yaml"):
         LocalServer(tmp_path / "nothing.yaml")
 
 

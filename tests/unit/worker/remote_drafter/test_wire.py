@@ -66,6 +66,13 @@ def test_of_several_drafters_one_that_is_broken_leaves_the_others_trees() -> Non
     assert received.tokens[1, 0] == 8
 
 
+def test_a_fault_crosses_the_socket() -> None:
+    reply = DraftReply.failed(3, 0.5, DraftFault.NOT_A_NUMBER)
+    assert unpack_reply(pack(reply)) == reply
+    with pytest.raises(ValueError, match="not a reply"):
+        unpack_reply(msgpack.packb(reply._replace(fault="unknown")))  # type: ignore[arg-type]
+
+
 def test_a_count_of_broken_trees_that_is_none_is_no_reply() -> None:
     with pytest.raises(ValueError, match="not a reply"):
         unpack_reply(msgpack.packb(REPLY._replace(num_broken=None)))  # type: ignore[arg-type]
