@@ -37,7 +37,6 @@ class Panel(NamedTuple):
     description: str
     queries: tuple[Query, ...]
     is_stacked: bool
-    is_number: bool  # shown as the last value instead of curves
 
 
 def panels() -> list[Panel]:
@@ -57,4 +56,4 @@ def _panel(row: str, entry: dict[str, Any]) -> Panel:
     stacking = field.get("custom", {}).get("stacking", {}).get("mode")
     queries = tuple(Query(target["expr"], target["legendFormat"]) for target in entry["targets"])
     texts = (entry["title"], field["unit"], entry["description"])
-    return Panel(row, *texts, queries, stacking == "normal", entry["type"] == "stat")
+    return Panel(row, *texts, queries, stacking == "normal")
