@@ -99,7 +99,7 @@ def test_the_draft_model_takes_its_own_kernels_or_the_targets(
     speculative = SpeculativeConfig(algorithm="MTP", moe_runner_backend=drafts)
     make_llm(tmp_path, moe_runner_backend="triton", speculative=speculative).close()
     [layers] = seen
-    assert isinstance(layers.layers[0]._block.ffn._experts, kind)  # type: ignore[attr-defined]
+    assert isinstance(layers.layers[0].layers._block.ffn._experts, kind)  # type: ignore[attr-defined]
 
 
 def test_the_grouped_product_is_refused_where_it_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
