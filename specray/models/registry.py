@@ -122,7 +122,7 @@ def shape_of(config: PretrainedConfig, group: RankGroup) -> ModelShape:
         return MODELS[_architectures(config)[0]].shape_of(config, group)
     from specray.models.transformers_model import transformers_shape  # imports transformers' models
 
-    return transformers_shape(config)
+    return transformers_shape(config, group)
 
 
 def context_length(config: PretrainedConfig, wanted: int | None) -> int:
@@ -157,12 +157,7 @@ def _layer_attention(config: PretrainedConfig, max_positions: int) -> list[Layer
 def check_ranks(config: PretrainedConfig, tp_size: int) -> None:
     """ConfigError if a model has fewer KV heads than there are ranks."""
     if not is_native(config):
-        if tp_size > 1:
-            raise ConfigError(
-                f"tp_size={tp_size}: transformers' modules run on one rank; set tp_size: 1, or choose a model of "
-                f"{', '.join(MODELS)}"
-            )
-        return
+        return  # `split_skeleton` knows
     num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     if tp_size > num_kv_heads:
         raise ConfigError(f"tp_size={tp_size} is more than the model's {num_kv_heads} KV heads; lower tp_size")

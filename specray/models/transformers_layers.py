@@ -3,7 +3,7 @@
 They compute each row of a batch alike, whatever the other rows are, where `specray.ops.linear` has such kernels.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from copy import copy
 from typing import Any
 
@@ -13,31 +13,54 @@ from torch import Tensor, nn
 
 from specray.layers.module import Layer
 from specray.layers.norm import RMSNorm
+from specray.layers.parallel import RankGroup
 from specray.ops.cpu.library import kernels_on
 from specray.ops.grouped_weight import Weight
 from specray.ops.linear import Linear, is_row_wise, make_gated, make_linear
 
 
 class FlatLinear(Layer):
-    """y = x W^T + b for x [..., in], in place of an nn.Linear. Modules ask `weight`, which is empty, for its type."""
+    """y = x W^T + b for x [..., in], in place of an nn.Linear. Modules ask `weight`, which is empty, for its type.
 
-    def __init__(self, weight: Weight, bias: Tensor | None, quantization: str | None, dtype: torch.dtype) -> None:
+    `group`: of the ranks that each have some columns of W and of x; their results are added.
+    """
+
+    def __init__(
+        self,
+        weight: Weight,
+        bias: Tensor | None,
+        quantization: str | None,
+        dtype: torch.dtype,
+        group: RankGroup | None = None,
+    ) -> None:
         super().__init__()
+        self._group = group or RankGroup()
+        bias = bias if self._group.leads else None  # added once in the sum over ranks
         self.weight = torch.empty(0, dtype=weight.dtype if isinstance(weight, Tensor) else dtype)
         self.out_features, self.in_features = weight.shape
         self.run = make_linear(weight, bias, quantization)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.run(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
+        rows = self._group.sum(self.run(x.reshape(-1, self.in_features)))
+        return rows.view(*x.shape[:-1], self.out_features)
 
 
 class GatedUnits(Layer):
     """down(silu(gate(x)) * up(x)) for x [..., in], in place of a module that `computes_gated_units`."""
 
-    def __init__(self, gate: Weight, up: Weight, down: Weight, quantization: str | None, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        gate: Weight,
+        up: Weight,
+        down: Weight,
+        quantization: str | None,
+        dtype: torch.dtype,
+        group: RankGroup | None = None,
+    ) -> None:
+        """`group`: of the ranks that each have some rows of gate and up, and columns of down."""
         super().__init__()
         self.run = make_gated(gate, up, quantization)
-        self.down_proj = FlatLinear(down, None, quantization, dtype)
+        self.down_proj = FlatLinear(down, None, quantization, dtype, group)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.run(x.reshape(-1, x.shape[-1]))).view(x.shape)
@@ -95,11 +118,14 @@ class PackedExperts:
     The module keeps its activation and how it combines gate and up. A token's sum runs in the order of the experts.
     """
 
-    def __init__(self, module: Any, quantization: str | None) -> None:
-        """Takes the weights out of `module`."""
+    def __init__(self, module: Any, quantization: str | None, group: RankGroup) -> None:
+        """Takes the weights out of `module`. Each rank of `group` has a part of every expert."""
+        self._group = group
         up_name = "gate_up_proj" if module.has_gate else "up_proj"
-        self._up = _linears(module, up_name, quantization)
-        self._down = _linears(module, "down_proj", quantization)
+        ffn_size = module.down_proj.shape[1 if module.is_transposed else 2]
+        part = group.share(ffn_size)
+        self._up = _linears(module, up_name, quantization, lambda rows: _units(module, rows, part))
+        self._down = _linears(module, "down_proj", quantization, lambda rows: rows[:, part], group.leads)
 
     @property
     def is_row_wise(self) -> bool:
@@ -118,7 +144,7 @@ class PackedExperts:
             if module.has_post_expert_norm:
                 result = module.post_expert_norm(result)
             out.index_add_(0, tokens, result.float() * weights[tokens, places, None].float())
-        return out.to(hidden.dtype)
+        return self._group.sum(out).to(hidden.dtype)
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -126,16 +152,34 @@ def is_experts(module: nn.Module) -> bool:
     return hasattr(module, "has_gate") and hasattr(module, "is_transposed")
 
 
-def _linears(module: Any, name: str, quantization: str | None) -> list[Linear]:
-    """One for each matrix of parameter `name` [experts, out, in], or [experts, in, out] if the module transposes."""
+def _linears(
+    module: Any, name: str, quantization: str | None, part_of: Callable[[Tensor], Tensor], has_bias: bool = True
+) -> list[Linear]:
+    """One for a part of each matrix of parameter `name` [experts, out, in], or [experts, in, out] if it is transposed.
+
+    Biases are split as the rows are; without `has_bias` they are another rank's.
+    """
     weights = getattr(module, name).data
     biases = getattr(module, f"{name}_bias").data if module.has_bias else [None] * len(weights)
     for parameter in (name, f"{name}_bias") if module.has_bias else (name,):
         delattr(module, parameter)
-    return [
-        make_linear((weight.t() if module.is_transposed else weight).contiguous(), bias, quantization)
-        for weight, bias in zip(weights, biases, strict=True)
-    ]
+    linears = []
+    for weight, bias in zip(weights, biases, strict=True):
+        matrix = part_of(weight.t() if module.is_transposed else weight).contiguous()
+        if bias is not None and len(matrix) < len(bias):
+            bias = part_of(bias[:, None])[:, 0]
+        linears.append(make_linear(matrix, bias if has_bias else None, quantization))
+    return linears
+
+
+def _units(module: Any, rows: Tensor, part: slice) -> Tensor:
+    """The rows [units, in] of some units: of their gates and ups, which lie behind each other or alternate."""
+    if not module.has_gate:
+        return rows[part]
+    if module.is_concatenated:
+        gate, up = rows.chunk(2)
+        return torch.cat((gate[part], up[part]))
+    return rows[2 * part.start : 2 * part.stop]
 
 
 # Operations of torch that compute each row of a batch alike, with vector instructions or without. The others of these

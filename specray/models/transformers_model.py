@@ -21,6 +21,7 @@ from specray.models.loading import Loader
 from specray.models.target_model import BEFORE_FINAL_NORM, ModelShape, StepForward
 from specray.models.transformers_head import FinishedHead, Operations
 from specray.models.transformers_layers import computes_rows_alike
+from specray.models.transformers_parallel import split_skeleton
 from specray.models.transformers_skeleton import (
     UNREAD_MASK_SHAPE,
     AttentionCall,
@@ -36,9 +37,10 @@ from specray.ops.largest_logits import LargestLogits
 from specray.ops.layer_attention import LayerAttention, pack_kv
 
 
-def transformers_shape(config: PretrainedConfig) -> ModelShape:
-    """Sizes of the model that a TransformersModel of `config` is. ConfigError if it cannot be one."""
+def transformers_shape(config: PretrainedConfig, group: RankGroup) -> ModelShape:
+    """Sizes of the model that a TransformersModel of `config` is on a rank. ConfigError if it cannot be one."""
     skeleton = build_skeleton(config, torch.float32)
+    split_skeleton(skeleton, group)
     return _shape(config, attention_calls(skeleton))
 
 
@@ -51,10 +53,11 @@ class TransformersModel(nn.Module):
     def __init__(self, config: PretrainedConfig, loader: Loader, max_positions: int) -> None:
         super().__init__()
         model = build_skeleton(config, loader.dtype)
+        split = split_skeleton(model, loader.group)
         calls = attention_calls(model)
         body = decoder_of(model)
         self._layers = _decoder_layers(body, len(calls))
-        stored = load_weights(model, loader)
+        stored = load_weights(model, loader, split)
         embedding = model.get_input_embeddings().weight.data
         self.shape = replace(_shape(model.config, calls), tied=stored.output is None)
         self.max_positions = max_positions
@@ -68,7 +71,10 @@ class TransformersModel(nn.Module):
         self._streams = _Streams(self._layers)
         sinks, operations = self._trial()
         self.is_row_wise = computes_rows_alike(body, operations)
-        self._pooled = [_pooled(call, sinks, max_positions) for call, sinks in zip(calls, sinks, strict=True)]
+        self._pooled = [
+            _pooled(call, _own(of_layer, call, loader.group), max_positions)
+            for call, of_layer in zip(calls, sinks, strict=True)
+        ]
         self.layer_attention: Sequence[LayerAttention] | None = None if _are_default(self._pooled) else self._pooled
 
     def forward(
@@ -142,6 +148,13 @@ class _PooledAttention:
         )
         self._layer += 1
         return out.view(1, len(rows), call.num_heads, head_dim)[..., : call.v_dim]
+
+
+def _own(sinks: Tensor | None, call: AttentionCall, group: RankGroup) -> Tensor | None:
+    """The sinks of this rank's heads."""
+    if sinks is None or len(sinks) == call.num_heads:
+        return sinks
+    return sinks.narrow(0, group.rank * call.num_heads, call.num_heads)
 
 
 def _pooled(call: AttentionCall, sinks: Tensor | None, max_positions: int) -> LayerAttention:

@@ -18,6 +18,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 from transformers.pytorch_utils import Conv1D
 
 from specray.errors import ConfigError, first_of
+from specray.layers.parallel import RankGroup
 from specray.models.loading import Loader
 from specray.models.transformers_layers import (
     FlatLinear,
@@ -27,9 +28,10 @@ from specray.models.transformers_layers import (
     computes_gated_units,
     is_experts,
 )
+from specray.models.transformers_parallel import Part, Split
 
 # How checkpoints of image and audio models name the parts of their language model.
-_LANGUAGE_MODEL = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?")
+_LANGUAGE_MODEL = re.compile(r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +43,10 @@ class StoredNames:
     output_bias: str | None
 
 
-def load_weights(model: Any, loader: Loader) -> StoredNames:
+def load_weights(model: Any, loader: Loader, split: Split) -> StoredNames:
     """Fill the skeleton `model`, and replace its linears and experts; not its output matrix, which is left empty.
+
+    `split` says of which this rank has a part.
 
     ConfigError if the checkpoint lacks a tensor.
     """
@@ -50,7 +54,7 @@ def load_weights(model: Any, loader: Loader) -> StoredNames:
     embedding = _name_of(model, model.get_input_embeddings())
     output = _name_of(model, model.get_output_embeddings())
     stored: dict[str, str] = {}
-    filling = _Filling(model, loader, output)
+    filling = _Filling(model, loader, output, split)
     for name, value in _converted(model, loader, set(model.state_dict())):
         if isinstance(value, str):
             stored[name] = value
@@ -130,8 +134,9 @@ def _renamed(
 class _Filling:
     """Puts tensors into a model, and packs each module that is complete."""
 
-    def __init__(self, model: Any, loader: Loader, output: str) -> None:
+    def __init__(self, model: Any, loader: Loader, output: str, split: Split) -> None:
         """Everything but the module named `output`."""
+        self._split = split
         self._model = model
         self._loader = loader
         self._missing = {name for name, _ in _own_tensors(model) if name.rpartition(".")[0] != output}
@@ -173,42 +178,63 @@ class _Filling:
             linears = [f"{parent}.{name}" for name in ("gate_proj", "up_proj", "down_proj")]
             if all(linear in self._packed for linear in linears):
                 gate, up, down = (self._packed.pop(linear)["weight"] for linear in linears)
-                _replace(self._model, parent, GatedUnits(gate, up, down, *options))
+                group = self._summing_group(linears[2])
+                _replace(self._model, parent, GatedUnits(gate, up, down, *options, group))
         elif path in self._packed:
             parts = self._packed.pop(path)
-            _replace(self._model, path, FlatLinear(parts["weight"], parts.get("bias"), *options))
+            linear = FlatLinear(parts["weight"], parts.get("bias"), *options, self._summing_group(path))
+            _replace(self._model, path, linear)
         elif (norm := as_rms_norm(module)) is not None:
             _replace(self._model, path, norm)
         elif is_experts(module):
-            module.packed_experts = PackedExperts(module, self._loader.quantization)  # type: ignore[assignment]
+            group = self._loader.group if path in self._split.experts else RankGroup()
+            module.packed_experts = PackedExperts(module, self._loader.quantization, group)  # type: ignore[assignment]
+
+    def _summing_group(self, path: str) -> RankGroup | None:
+        """The ranks whose results of a linear are added."""
+        part = self._split.linears.get(path)
+        return self._loader.group if part is not None and part.dim == 1 else None
 
     def _linear_part(self, module: Any, name: str, value: str | Tensor) -> Any:
-        key = name.rpartition(".")[2]
-        like = getattr(module, key)
-        if isinstance(value, str) and key == "weight" and type(module) is nn.Linear and not self._is_kept(name):
-            return self._loader.weight(value, tuple(like.shape))
-        tensor = self._tensor(name, like, value)
-        return tensor.t().contiguous() if key == "weight" and isinstance(module, Conv1D) else tensor
+        path, _, key = name.rpartition(".")
+        part = self._split.linears.get(path, Part(0, slice(None)))
+        if key == "bias":
+            return self._tensor(name, module.bias, value, part.rows if part.dim == 0 else slice(None))
+        if isinstance(value, str) and type(module) is nn.Linear and not self._is_kept(name):
+            shape = self._whole(module.weight, part)
+            return self._loader.weight(value, (shape[0], shape[1]), part.rows, part.dim)
+        tensor = self._tensor(name, module.weight, value, part.rows, part.dim)
+        return tensor.t().contiguous() if isinstance(module, Conv1D) else tensor
+
+    def _whole(self, like: Tensor, part: Part) -> list[int]:
+        """The shape of a tensor of all ranks, from that of one rank's part."""
+        shape = list(like.shape)
+        if part.rows != slice(None):
+            shape[part.dim] *= self._loader.group.size
+        return shape
 
     def _is_kept(self, name: str) -> bool:
         """Whether transformers keeps a parameter in float32."""
         return any(part in name for part in self._float32)
 
-    def _tensor(self, name: str, like: Tensor, value: str | Tensor) -> Tensor:
-        shape = tuple(like.shape)
+    def _tensor(self, name: str, like: Tensor, value: str | Tensor, rows: slice = slice(None), dim: int = 0) -> Tensor:
+        """`rows` along `dim` of a tensor, or of the stored one that `value` names; `like` has the result's shape."""
+        shape = tuple(self._whole(like, Part(dim, rows)))
         dtype = like.dtype
         if dtype == self._loader.dtype and self._is_kept(name):
             dtype = torch.float32
-        if isinstance(value, Tensor):
-            if tuple(value.shape) != shape:
-                raise ConfigError(
-                    f"{self._loader.folder}: the tensors of {name} have shape {list(value.shape)}, but config.json "
-                    f"implies {list(shape)}"
-                )
-            return value.to(self._loader.device, dtype)
-        if dtype == self._loader.dtype:
-            return self._loader.tensor(value, shape)
-        return self._loader.stored(value, shape).to(self._loader.device, dtype)
+        if isinstance(value, str):
+            if dtype == self._loader.dtype:
+                return self._loader.tensor(value, shape, rows, dim)
+            value = self._loader.stored(value, shape)
+        elif tuple(value.shape) != shape:
+            raise ConfigError(
+                f"{self._loader.folder}: the tensors of {name} have shape {list(value.shape)}, but config.json "
+                f"implies {list(shape)}"
+            )
+        if rows != slice(None):
+            value = value.narrow(dim, rows.start, rows.stop - rows.start)
+        return value.to(self._loader.device, dtype)
 
 
 def _own_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:

@@ -5,18 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from specray.config import SpeculativeConfig
 from specray.errors import ConfigError
 from specray.llm import LLM
-from specray.models.target_model import TargetModel
-from specray.ops.attention import AttentionBatch, make_pool
-from specray.ops.backends import make_backend
 from specray.ops.cpu.library import kernels
 from specray.sampling_params import SamplingParams
 from tests.support.decoder_table import COMMAND, PAGE, filled
-from tests.support.decoders import QUICK, REFUSED, SERVED, write_decoder
+from tests.support.decoders import QUICK, REFUSED, SERVED, logits_in_chunks, logits_of, write_decoder
 from tests.support.engine import make_llm
 from tests.support.heads import write_random_head
 
@@ -91,28 +87,6 @@ def assert_same_with_drafts(llm: LLM, folder: Path, greedy: Sequence[list[int]])
 
 def texts_of(llm: LLM, params: SamplingParams | Sequence[SamplingParams]) -> list[list[int]]:
     return [generation.choices[0].token_ids for generation in llm.generate(PROMPTS, params)]
-
-
-@torch.inference_mode()
-def logits_of(reference: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
-    logits: torch.Tensor = reference(torch.tensor([tokens])).logits[0]
-    return logits
-
-
-@torch.inference_mode()
-def logits_in_chunks(model: TargetModel, tokens: list[int], size: int) -> torch.Tensor:
-    """Logits of all tokens of a prompt that is read `size` tokens at a time."""
-    shape = model.shape
-    sizes = (shape.num_layers, len(tokens) + 1, shape.num_local_kv_heads, shape.head_dim)
-    pool = make_pool(*sizes, torch.float32, torch.device("cpu"))
-    attention = make_backend("auto", pool, shape.num_local_heads, layers=model.layer_attention)
-    slots, parts = torch.arange(1, len(tokens) + 1), []
-    for start in range(0, len(tokens), size):
-        end = min(start + size, len(tokens))
-        batch = AttentionBatch([end - start], [end], slots[None], slots[start:end], [(0, 0)])
-        hidden, _ = model(torch.tensor(tokens[start:end]), torch.arange(start, end), attention.plan(batch))
-        parts.append(model.logits(hidden))
-    return torch.cat(parts)
 
 
 def test_the_table_of_decoders_is_up_to_date() -> None:

@@ -8,6 +8,7 @@ import pytest
 from specray.config import SpeculativeConfig
 from specray.ops.cpu.library import kernels
 from specray.sampling_params import make_sampling_params
+from tests.support.decoders import write_decoder
 from tests.support.engine import generate
 from tests.support.methods import METHODS
 from tests.support.mtp import write_deepseek
@@ -91,3 +92,15 @@ def test_ranks_may_have_different_numbers_of_heads(stories: Path) -> None:
     [alone] = generate(stories, [[1]], make_sampling_params(**params[0]))
     [together] = run_ranks(stories, 3, SpeculativeConfig(), [[1]], params)
     assert together["token_ids"] == alone.token_ids
+
+
+@pytest.mark.parametrize("name", ["llama", "phi3", "gpt_oss", pytest.param("mixtral", marks=pytest.mark.slow)])
+def test_transformers_modules_on_two_ranks_equal_one(name: str, tmp_path: Path) -> None:
+    """Linears, experts and sinks are split by the configuration's plan; Phi-3's says that attention is not."""
+    write_decoder(name, tmp_path)
+    alone = generate(
+        tmp_path, PROMPTS, [make_sampling_params(**params) for params in PARAMS], model_impl="transformers"
+    )
+    drafts = SpeculativeConfig(algorithm="NGRAM", num_draft_tokens=8)
+    together = run_ranks(tmp_path, 2, drafts, PROMPTS, PARAMS, model_impl="transformers")
+    assert [choice["token_ids"] for choice in together] == [choice.token_ids for choice in alone]

@@ -10,6 +10,9 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from specray.models.target_model import TargetModel
+from specray.ops.attention import AttentionBatch, make_pool
+from specray.ops.backends import make_backend
 from tests.support.architectures import spread
 from tests.support.toy import BOS, CONTEXT, EOS, VOCAB_SIZE, toy_tokenizer
 
@@ -218,3 +221,25 @@ def _computed_buffers(model: PreTrainedModel) -> set[str]:
         for path, module in model.named_modules()
         for key in module._non_persistent_buffers_set
     }
+
+
+@torch.inference_mode()
+def logits_of(reference: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
+    logits: torch.Tensor = reference(torch.tensor([tokens])).logits[0]
+    return logits
+
+
+@torch.inference_mode()
+def logits_in_chunks(model: TargetModel, tokens: list[int], size: int) -> torch.Tensor:
+    """Logits of all tokens of a prompt that is read `size` tokens at a time."""
+    shape = model.shape
+    sizes = (shape.num_layers, len(tokens) + 1, shape.num_local_kv_heads, shape.head_dim)
+    pool = make_pool(*sizes, torch.float32, torch.device("cpu"))
+    attention = make_backend("auto", pool, shape.num_local_heads, layers=model.layer_attention)
+    slots, parts = torch.arange(1, len(tokens) + 1), []
+    for start in range(0, len(tokens), size):
+        end = min(start + size, len(tokens))
+        batch = AttentionBatch([end - start], [end], slots[None], slots[start:end], [(0, 0)])
+        hidden, _ = model(torch.tensor(tokens[start:end]), torch.arange(start, end), attention.plan(batch))
+        parts.append(model.logits(hidden))
+    return torch.cat(parts)

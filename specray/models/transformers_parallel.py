@@ -1,0 +1,78 @@
+"""Which of transformers' linears and experts a tensor-parallel rank has a part of: the plan of their configuration.
+
+Linears that the plan does not split, or splits and gathers again, are whole on every rank.
+"""
+
+import re
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from specray.errors import ConfigError
+from specray.layers.parallel import RankGroup
+from specray.models.transformers_layers import is_experts
+from specray.models.transformers_skeleton import decoder_of
+
+_DIM_OF = {"colwise": 0, "rowwise": 1}  # of a weight [out, in]
+
+_OWN_PLANS = {  # of configuration classes that have none
+    "gpt_oss": {
+        **{f"layers.*.self_attn.{name}_proj": "colwise" for name in ("q", "k", "v")},
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.mlp.experts": "moe_tp_experts",
+    }
+}
+
+
+class Part(NamedTuple):
+    """A rank's part of a linear's weight [out, in]: `rows` along `dim`."""
+
+    dim: int
+    rows: slice
+
+
+class Split(NamedTuple):
+    """The linears of which a rank has a part, by their path in a causal language model, and the split experts."""
+
+    linears: dict[str, Part]
+    experts: set[str]
+
+
+def split_skeleton(model: Any, group: RankGroup) -> Split:
+    """Shrink a skeleton's linears to this rank's parts. ConfigError if it cannot be split."""
+    split = Split({}, set())
+    if group.size == 1:
+        return split
+    kind = model.config.model_type
+    plan = getattr(model.config, "base_model_tp_plan", None) or _OWN_PLANS.get(kind)
+    if not plan:
+        raise ConfigError(
+            f"tp_size={group.size}: transformers has no plan that splits model_type={kind}; set tp_size: 1"
+        )
+    body = decoder_of(model)
+    prefix = next(name for name, child in model.named_children() if child is body)
+    for path, module in list(body.named_modules()):
+        style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", path))
+        if type(module) is nn.Linear and style in _DIM_OF:
+            part = _part(module, _DIM_OF[style], group, f"{prefix}.{path}")
+            split.linears[f"{prefix}.{path}"] = part
+            model.set_submodule(f"{prefix}.{path}", _smaller(module, part))
+        elif style == "moe_tp_experts" and is_experts(module) and not module.has_post_expert_norm:
+            split.experts.add(f"{prefix}.{path}")
+    return split
+
+
+def _part(module: nn.Linear, dim: int, group: RankGroup, path: str) -> Part:
+    length = module.weight.shape[dim]
+    if length % group.size:
+        raise ConfigError(f"tp_size={group.size} does not divide the {length} rows of {path}; choose another tp_size")
+    size = length // group.size
+    return Part(dim, slice(group.rank * size, (group.rank + 1) * size))
+
+
+def _smaller(module: nn.Linear, part: Part) -> nn.Linear:
+    sizes = [module.out_features, module.in_features]
+    sizes[part.dim] = part.rows.stop - part.rows.start
+    with torch.device("meta"):
+        return nn.Linear(sizes[1], sizes[0], bias=module.bias is not None, dtype=module.weight.dtype)

@@ -1,0 +1,116 @@
+"""Loading transformers' modules: language models of image models, quantised weights, and what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText, PretrainedConfig
+
+from specray.config import EngineConfig
+from specray.errors import ConfigError
+from specray.layers.parallel import RankGroup
+from specray.models.registry import load_model
+from specray.models.target_model import TargetModel
+from specray.models.transformers_parallel import split_skeleton
+from specray.models.transformers_skeleton import attention_calls, build_skeleton
+from specray.ops.cpu.library import kernels
+from tests.support.architectures import spread
+from tests.support.decoders import SMALL, decoder_config, logits_in_chunks, write_decoder
+from tests.support.toy import toy_tokenizer
+
+TOKENS = [0, 5, 63, 17, 17, 40, 2, 9, 9, 31, 50, 8]
+_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+IMAGE_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "gemma3": ("Gemma3Config", {}, {"mm_tokens_per_image": 4}),
+    "mistral": ("Mistral3Config", {"model_type": "pixtral"}, {}),
+    "llama": ("LlavaConfig", {"model_type": "clip_vision_model"}, {}),
+    "qwen2": ("SmolVLMConfig", {}, {}),
+}
+
+
+def load(folder: Path, **options: Any) -> TargetModel:
+    options = {"dtype": "float32", "device": "cpu", "model_impl": "transformers"} | options
+    config = EngineConfig(model=str(folder), **options)
+    return load_model(folder, config, RankGroup(), torch.device("cpu"), progress=False)
+
+
+def logits(model: TargetModel) -> torch.Tensor:
+    return logits_in_chunks(model, TOKENS, len(TOKENS))
+
+
+def image_config(name: str) -> PretrainedConfig:
+    class_name, vision, others = IMAGE_MODELS[name]
+    text = decoder_config(name).to_dict()
+    config: PretrainedConfig = getattr(transformers, class_name)(
+        text_config=text, vision_config=_VISION | vision, **others
+    )
+    config.tie_word_embeddings = False
+    return config
+
+
+@pytest.mark.parametrize("name", IMAGE_MODELS)
+def test_the_language_model_of_an_image_model_equals_transformers_for_text(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    reference = AutoModelForImageTextToText.from_config(image_config(name), attn_implementation="eager").float().eval()
+    for key, tensor in reference.named_parameters():
+        spread(key, tensor)
+    reference.save_pretrained(tmp_path)
+    toy_tokenizer().save_pretrained(tmp_path)
+    ids = torch.tensor([TOKENS])
+    with torch.inference_mode():
+        expected = reference(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0]
+    torch.testing.assert_close(logits(load(tmp_path)), expected, atol=1e-4, rtol=0.0)
+
+
+@pytest.mark.skipif(kernels() is None, reason="int8 needs the CPU kernels")
+def test_quantised_linears_are_those_of_the_native_class(tmp_path: Path) -> None:
+    write_decoder("llama", tmp_path)
+    plain = logits(load(tmp_path))
+    ours, native = (logits(load(tmp_path, quantization="int8", model_impl=impl)) for impl in ("transformers", "native"))
+    rounding = (native - plain).abs().max()
+    assert 0.0 < (ours - plain).abs().max() < 2 * rounding
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    write_decoder("olmo2", tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.1.self_attn.q_norm.weight"]
+    save_file(tensors, file)
+    with pytest.raises(ConfigError, match=r"lacks 1 tensors of Olmo2ForCausalLM: model.layers.1.self_attn.q_norm.wei"):
+        load(tmp_path)
+
+
+class FakeGroup(RankGroup):
+    """One of two ranks, that never speak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rank, self.size = 1, 2
+
+
+def test_a_rank_has_half_of_the_heads_and_a_plan_is_needed() -> None:
+    skeleton = build_skeleton(decoder_config("llama"), torch.float32)
+    split = split_skeleton(skeleton, FakeGroup())
+    assert split.linears["model.layers.0.self_attn.o_proj"] == (1, slice(16, 32))
+    assert {(call.num_heads, call.num_kv_heads) for call in attention_calls(skeleton)} == {(2, 1)}
+    with pytest.raises(ConfigError, match="tp_size=2: transformers has no plan that splits model_type=gpt2"):
+        split_skeleton(build_skeleton(decoder_config("gpt2"), torch.float32), FakeGroup())
+
+
+def test_heads_that_ranks_cannot_share_are_refused() -> None:
+    config = transformers.LlamaConfig(**SMALL | {"num_key_value_heads": 1})
+    skeleton = build_skeleton(config, torch.float32)
+    split_skeleton(skeleton, FakeGroup())
+    with pytest.raises(ConfigError, match="cannot run over one flat batch"):
+        attention_calls(skeleton)
