@@ -45,7 +45,7 @@ class FlatLinear(Layer):
         return rows.view(*x.shape[:-1], self.out_features)
 
 
-class GatedUnits(Layer):
+class FlatGatedUnits(Layer):
     """down(silu(gate(x)) * up(x)) for x [..., in], in place of a module that `computes_gated_units`."""
 
     def __init__(
@@ -67,7 +67,7 @@ class GatedUnits(Layer):
 
 
 def computes_gated_units(module: nn.Module) -> bool:
-    """Whether a module is GatedUnits of its three linears. It is tried with other functions in their place."""
+    """Whether a module is FlatGatedUnits of its three linears. It is tried with other functions in their place."""
     linears = ("gate_proj", "up_proj", "down_proj")
     own = {name: part for name, part in module.named_children() if name != "act_fn"}
     if own.keys() != set(linears) or any(type(part) is not nn.Linear or part.bias is not None for part in own.values()):
@@ -198,6 +198,6 @@ def computes_rows_alike(body: nn.Module, operations: Collection[str]) -> bool:
 
     `operations` are torch's, that a pass ran.
     """
-    functions: list[Any] = [part.run for part in body.modules() if isinstance(part, FlatLinear | GatedUnits)]
+    functions: list[Any] = [part.run for part in body.modules() if isinstance(part, FlatLinear | FlatGatedUnits)]
     functions += [part.packed_experts for part in body.modules() if hasattr(part, "packed_experts")]
     return all(map(is_row_wise, functions)) and _ROW_WISE.issuperset(operations)

@@ -25,6 +25,7 @@ from specray.models.transformers_parallel import split_skeleton
 from specray.models.transformers_skeleton import (
     UNREAD_MASK_SHAPE,
     AttentionCall,
+    AttentionFunction,
     attention_calls,
     build_skeleton,
     computing,
@@ -56,7 +57,7 @@ class TransformersModel(nn.Module):
         split = split_skeleton(model, loader.group)
         calls = attention_calls(model)
         body = decoder_of(model)
-        self._layers = _decoder_layers(body, len(calls))
+        layers = _decoder_layers(body, len(calls))
         stored = load_weights(model, loader, split)
         embedding = model.get_input_embeddings().weight.data
         self.shape = replace(_shape(model.config, calls), tied=stored.output is None)
@@ -68,7 +69,7 @@ class TransformersModel(nn.Module):
             matrix, bias, self.shape.vocab_size, loader.group, loader.quantization, is_screened, model, body
         )
         self._body = body
-        self._streams = _Streams(self._layers)
+        self._streams = _Streams(layers)
         sinks, operations = self._trial()
         self.is_row_wise = computes_rows_alike(body, operations)
         self._pooled = [
@@ -81,31 +82,48 @@ class TransformersModel(nn.Module):
         self, token_ids: Tensor, positions: Tensor, attend: Attend, aux_hidden_state_layers: Sequence[int] = ()
     ) -> tuple[Tensor, list[Tensor]]:
         """See TargetModel."""
-        mask = torch.empty(UNREAD_MASK_SHAPE, device=token_ids.device)
         self._streams.start(aux_hidden_state_layers)
-        with computing(_PooledAttention(attend, self._pooled), _mix):
-            out = self._body(
-                input_ids=token_ids[None], position_ids=positions[None], attention_mask=mask, use_cache=False
-            )
-        final: Tensor = out[0][0]
+        final = self._decode(token_ids, positions, _PooledAttention(attend, self._pooled))
         states = self._streams.taken | {self.shape.num_layers: final}
         return final, [states[index] for index in aux_hidden_state_layers]
 
     def _trial(self) -> tuple[list[Tensor | None], set[str]]:
-        """Each layer's sinks, and the operations of torch that a pass runs."""
+        """Each layer's sinks, and the operations of torch that a pass runs.
+
+        ConfigError if a token depends on others in another way than by attention.
+        """
+        with Operations() as operations:
+            sinks, alone = self._without_attention([0, 0])
+        _, other = self._without_attention([1, 0])
+        if not torch.allclose(alone[1].float(), other[1].float(), rtol=0.05, atol=0.05, equal_nan=True):
+            raise ConfigError(
+                f"layers of {type(self._body).__name__} mix tokens in another way than by attention, which is not "
+                "served yet; choose another model"
+            )
+        return sinks, operations.names
+
+    @torch.no_grad()
+    def _without_attention(self, token_ids: list[int]) -> tuple[list[Tensor | None], Tensor]:
+        """(each layer's sinks, final hidden states [T, hidden]) if every token saw nothing but itself."""
         sinks: list[Tensor | None] = []
 
         def attention(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:  # noqa: ARG001
             sinks.append(call.sinks)
-            return v.repeat_interleave(call.num_heads // call.num_kv_heads, 1).transpose(1, 2)
+            return v.repeat_interleave(call.num_heads // call.num_kv_heads, 1).transpose(1, 2).contiguous()
 
-        positions = torch.arange(2, device=self.embedding.weight.device)
-        mask = torch.empty(UNREAD_MASK_SHAPE, device=positions.device)
         self._streams.start(())
-        with torch.no_grad(), Operations() as operations, computing(attention, _mix):
-            ids = torch.zeros_like(positions)
-            self._body(input_ids=ids[None], position_ids=positions[None], attention_mask=mask, use_cache=False)
-        return sinks, operations.names
+        ids = torch.tensor(token_ids, device=self.embedding.weight.device)
+        return sinks, self._decode(ids, torch.arange(len(ids), device=ids.device), attention)
+
+    def _decode(self, token_ids: Tensor, positions: Tensor, attention: AttentionFunction) -> Tensor:
+        """The final hidden states [T, hidden] of int64 [T]."""
+        mask = torch.empty(UNREAD_MASK_SHAPE, device=token_ids.device)
+        with computing(attention, _mix):
+            out = self._body(
+                input_ids=token_ids[None], position_ids=positions[None], attention_mask=mask, use_cache=False
+            )
+        final: Tensor = out[0][0]
+        return final
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """float32 [n, vocab] from final hidden states [n, hidden]."""
@@ -140,14 +158,14 @@ class _PooledAttention:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
         head_dim = self._layers[self._layer].head_dim
-        rows = q[0].transpose(0, 1)
-        if call.qk_dim < head_dim:
-            rows = F.pad(rows, (0, head_dim - call.qk_dim))
-        out = self._attend(
-            self._layer, rows.contiguous(), pack_kv(k[0].transpose(0, 1), v[0].transpose(0, 1), head_dim)
-        )
+        rows, keys, values = (part[0].transpose(0, 1) for part in (q, k, v))
+        if call.qk_dim == call.v_dim:
+            kv = torch.stack((keys, values), 1)
+        else:
+            rows, kv = F.pad(rows, (0, head_dim - call.qk_dim)), pack_kv(keys, values, head_dim)
+        out = self._attend(self._layer, rows.contiguous(), kv)
         self._layer += 1
-        return out.view(1, len(rows), call.num_heads, head_dim)[..., : call.v_dim]
+        return out.view(1, len(rows), call.num_heads, head_dim)[..., : call.v_dim].contiguous()
 
 
 def _own(sinks: Tensor | None, call: AttentionCall, group: RankGroup) -> Tensor | None:
@@ -182,23 +200,28 @@ class _Streams:
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self.taken: dict[int, Tensor] = {}
+        self._layers = layers
         self._wanted: frozenset[int] = frozenset()
-        for index, layer in enumerate(layers):
-            layer.register_forward_pre_hook(self._hook(index), with_kwargs=True)
-        layers[-1].register_forward_hook(self._last)
+        self._hooked: set[int] = set()
 
     def start(self, wanted: Sequence[int]) -> None:
         """A new pass, whose streams of layers `wanted` are kept."""
         self._wanted, self.taken = frozenset(wanted), {}
+        for index in self._wanted - self._hooked:  # only these: a hook takes each step a few microseconds
+            self._hooked.add(index)
+            if index == BEFORE_FINAL_NORM:
+                self._layers[-1].register_forward_hook(self._take_last)
+            elif index < len(self._layers):
+                self._layers[index].register_forward_pre_hook(self._taking(index), with_kwargs=True)
 
-    def _hook(self, index: int) -> Any:
+    def _taking(self, index: int) -> Any:
         def take(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if index in self._wanted:
                 self.taken[index] = (args[0] if args else kwargs["hidden_states"])[0]
 
         return take
 
-    def _last(self, _: nn.Module, __: Any, output: Any) -> None:
+    def _take_last(self, _: nn.Module, __: Any, output: Any) -> None:
         if BEFORE_FINAL_NORM in self._wanted:
             self.taken[BEFORE_FINAL_NORM] = (output[0] if isinstance(output, tuple) else output)[0]
 

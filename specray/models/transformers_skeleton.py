@@ -26,7 +26,7 @@ UNREAD_MASK_SHAPE = (1, 1, 1, 1)
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 
 
-class Attention(Protocol):
+class AttentionFunction(Protocol):
     """What a pass's layers call, in their order, each once."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: "AttentionCall") -> Tensor:
@@ -52,14 +52,14 @@ class AttentionCall:
         return self.scale is None or math.isclose(self.scale, self.qk_dim**-0.5, rel_tol=1e-12)
 
 
-_attention: ContextVar[Attention] = ContextVar("attention")
+_attention: ContextVar[AttentionFunction] = ContextVar("attention")
 # experts(module, hidden [T, hidden], chosen int64 [T, k], weights [T, k]) -> [T, hidden]
 Experts = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
 _experts: ContextVar[Experts] = ContextVar("experts")
 
 
 @contextmanager
-def computing(attention: Attention, experts: Experts) -> Iterator[None]:
+def computing(attention: AttentionFunction, experts: Experts) -> Iterator[None]:
     """Within it, transformers' modules call these."""
     tokens = _attention.set(attention), _experts.set(experts)
     try:

@@ -21,8 +21,8 @@ from specray.errors import ConfigError, first_of
 from specray.layers.parallel import RankGroup
 from specray.models.loading import Loader
 from specray.models.transformers_layers import (
+    FlatGatedUnits,
     FlatLinear,
-    GatedUnits,
     PackedExperts,
     as_rms_norm,
     computes_gated_units,
@@ -179,7 +179,7 @@ class _Filling:
             if all(linear in self._packed for linear in linears):
                 gate, up, down = (self._packed.pop(linear)["weight"] for linear in linears)
                 group = self._summing_group(linears[2])
-                _replace(self._model, parent, GatedUnits(gate, up, down, *options, group))
+                _replace(self._model, parent, FlatGatedUnits(gate, up, down, *options, group))
         elif path in self._packed:
             parts = self._packed.pop(path)
             linear = FlatLinear(parts["weight"], parts.get("bias"), *options, self._summing_group(path))

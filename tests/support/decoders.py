@@ -189,8 +189,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         _EXPERTS | _LATENT | {"head_dim": 4},
         "cannot run over one flat batch of tokens: .*nonzero",
     ),
-    "mamba": ("MambaConfig", {}, "num_attention_heads"),
-    "bloom": ("BloomConfig", {}, "max_position_embeddings"),
+    "mamba": ("MambaConfig", {}, "layers of type linear_attention, which keep a state"),
+    "bloom": ("BloomConfig", {}, "cannot run over one flat batch of tokens"),
 }
 
 

@@ -9,8 +9,8 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2MLP, Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from specray.models.transformers_layers import (
+    FlatGatedUnits,
     FlatLinear,
-    GatedUnits,
     as_rms_norm,
     computes_gated_units,
     computes_rows_alike,
@@ -49,7 +49,7 @@ def test_gated_units_equal_the_module() -> None:
     mlp = LlamaMLP(small_config())
     weights = (mlp.gate_proj.weight.data, mlp.up_proj.weight.data, mlp.down_proj.weight.data)
     x = torch.randn(1, 5, 32)
-    torch.testing.assert_close(GatedUnits(*weights, None, torch.float32)(x), mlp(x), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(FlatGatedUnits(*weights, None, torch.float32)(x), mlp(x), atol=1e-5, rtol=1e-5)
 
 
 @needs_kernels

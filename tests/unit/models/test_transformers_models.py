@@ -8,6 +8,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, PretrainedConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from specray.config import EngineConfig
 from specray.errors import ConfigError
@@ -114,3 +115,15 @@ def test_heads_that_ranks_cannot_share_are_refused() -> None:
     split_skeleton(skeleton, FakeGroup())
     with pytest.raises(ConfigError, match="cannot run over one flat batch"):
         attention_calls(skeleton)
+
+
+def test_layers_that_mix_tokens_beside_attention_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a shift by one token, which no key of the configuration names."""
+    write_decoder("llama", tmp_path)
+
+    def shifted(module: LlamaMLP, x: torch.Tensor) -> torch.Tensor:
+        return module.down_proj(module.act_fn(module.gate_proj(x)) * module.up_proj(x.roll(1, 1)))
+
+    monkeypatch.setattr(LlamaMLP, "forward", shifted)
+    with pytest.raises(ConfigError, match="mix tokens in another way than by attention"):
+        load(tmp_path)
