@@ -8,13 +8,13 @@ from torch import Tensor
 
 from specray.layers.moe import Expert, ExpertList
 from specray.ops.attention import AttentionBatch
+from specray.ops.filters import scores
 from specray.ops.gpu import kv, layers, sampling
 from specray.ops.gpu.attention import TritonAttend, TritonAttention
 from specray.ops.gpu.experts import GroupedExperts
 from specray.ops.gpu.few_rows import GpuMatrix
 from specray.ops.gpu.matrix import FixedOrderMatrix
 from specray.ops.noise import gumbel, noise_keys
-from specray.ops.sampling import scores
 from specray.ops.sampling_state import SamplingBatch, SamplingState
 from specray.ops.shard_sampling import Choices
 from specray.spec_decode.verify_batch import VerifyOutput

@@ -34,12 +34,12 @@ class DraftActor:
         """Load the drafter, for a target with `num_slots` KV slots."""
         lower_priority_from_environment()
         target = self._target.result()
-        from specray.ops.cpu.threads import use_threads
+        from specray.ops.device_ops import ops_on
         from specray.worker.memory import enough_memory
         from specray.worker.remote_drafter.server import make_draft_server
 
         if self._config.num_threads is not None:
-            use_threads(self._config.num_threads)
+            ops_on(target.device).use_threads(self._config.num_threads)
         with frozen_garbage_collection(), enough_memory(self._config, "loading the drafter", ConfigError):
             self._server = make_draft_server(self._config, target, num_slots)
         return self._server.handshake

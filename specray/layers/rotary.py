@@ -8,7 +8,7 @@ from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from specray.errors import ConfigError
-from specray.ops.gpu import uses_triton
+from specray.ops.device_ops import ops_on
 
 # Up to the original context, the frequencies of the last two kinds do not depend on the length of the request.
 _KINDS = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
@@ -63,17 +63,12 @@ class RotaryEmbedding:
         frequencies, scale = _frequencies(config, head_dim)
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
         cos, sin = angles.cos() * scale, angles.sin() * scale
-        self._dtype, self._uses_triton = dtype, uses_triton(device)
+        self._dtype, self._ops = dtype, ops_on(device)
         self.tables = torch.cat((cos, cos), -1).to(device), torch.cat((-sin, sin), -1).to(device)
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """(cos, signed sin) of positions int64 [T], each [T, 1, dim]; computed once per step for all layers."""
-        if self._uses_triton:
-            from specray.ops.gpu import layers
-
-            return layers.angles_at(self.tables, positions, self._dtype)
-        cos, sin = (table.index_select(0, positions).to(self._dtype)[:, None] for table in self.tables)
-        return cos, sin
+        return self._ops.angles_at(self.tables, positions, self._dtype)
 
 
 def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:

@@ -11,7 +11,7 @@ from specray.models.causal_lm import CausalLM
 from specray.models.decoder_layer import DecoderLayer, FeedForward
 from specray.models.llama import Attention
 from specray.models.target_model import TargetModel
-from specray.ops.cpu.library import kernels_on
+from specray.ops.device_ops import ops_on
 from specray.ops.inductor import check_inductor, inductor_options
 
 logger = logging.getLogger(__name__)
@@ -38,8 +38,8 @@ def compile_layers(model: TargetModel, sizes: Sequence[int], is_fused: bool, pro
 
 def obstacle(model: TargetModel, device: torch.device) -> str | None:
     """Why torch.compile changes nothing for a model, or None."""
-    if kernels_on(device) is not None:
-        return "the compiled CPU kernels run a step in one call"
+    if (reason := ops_on(device).obstacle_to_compilation) is not None:
+        return reason
     if not isinstance(model, CausalLM):
         return "transformers' modules are not compiled"
     if model.embedding.group.size > 1:

@@ -12,7 +12,6 @@ from specray.layers.rotary import RotaryEmbedding
 from specray.models.decoder_layer import DecoderLayer, FeedForward
 from specray.models.llama import Attention
 from specray.ops.cpu.layers import FusedLayers
-from specray.ops.cpu.library import kernels
 from specray.ops.cpu.matrix import GatedMatrix, PackedMatrix
 from specray.ops.cpu.packed_layers import EmbedAndHead, LayerParts
 from specray.ops.cpu.packed_network import CoarseOutput, Fusion, StateInput
@@ -41,10 +40,8 @@ def fused_decoder(layers: Sequence[object], rotary: RotaryEmbedding, eps: float)
 
 def embed_and_head(embedding: VocabEmbedding, norm: RMSNorm, head: VocabHead, num_columns: int) -> EmbedAndHead | None:
     """The embedding and the output head for the kernels; None if split over ranks or without kernels."""
-    matrix, weight = _whole_matrix(embedding, head), norm.float_weight
-    if matrix is None or weight is None:
-        return None
-    return EmbedAndHead(embedding.weight, weight, matrix, num_columns, head.screen)
+    matrix = _whole_matrix(embedding, head)
+    return None if matrix is None else EmbedAndHead(embedding.weight, norm.packed, matrix, num_columns, head.screen)
 
 
 def are_row_wise(layers: Sequence[object]) -> bool:
@@ -68,13 +65,13 @@ def fused(
 
     They have the layers of Llama models, unless these are split over ranks.
     """
-    own = kernels()
     parts = [_parts(*layer) for layer in layers]
     first = layers[0][1]
-    if own is None or not isinstance(first, Attention) or any(part is None for part in parts):
+    if not isinstance(first, Attention) or any(part is None for part in parts):
         return None
     shape = (first.num_heads, first.num_kv_heads, first.head_dim)
-    return FusedLayers(own, [part for part in parts if part is not None], *shape, eps, rotary.tables)
+    packed = [part for part in parts if part is not None]
+    return FusedLayers(packed[0].qkv.kernels, packed, *shape, eps, rotary.tables)
 
 
 def tree_network(
@@ -99,7 +96,7 @@ def tree_network(
     if layers is None or matrix is None:
         return None
     inputs = None if states is None else _state_input(states)
-    weight = _float_weight(norm)
+    weight = _packed_weight(norm)
     ids = None if target_ids is None else target_ids.to(torch.int64)
     output = matrix if quantised_output is None else CoarseOutput.of(layers.kernels, quantised_output)
     return TreeNetwork(
@@ -116,7 +113,7 @@ def _whole_matrix(embedding: VocabEmbedding, head: VocabHead) -> PackedMatrix | 
 def _state_input(layers: StateLayers) -> StateInput:
     matrix = layers.project.run if isinstance(layers.project, ColumnParallelLinear) else None
     assert matrix is None or isinstance(matrix, PackedMatrix), "packed like the layers that read it"
-    norms = _float_weight(layers.token_norm), _float_weight(layers.state_norm)
+    norms = _packed_weight(layers.token_norm), _packed_weight(layers.state_norm)
     return StateInput(*norms, matrix, layers.state_first, layers.residual_is_normed)
 
 
@@ -146,5 +143,5 @@ def _weight(norm: object | None) -> Tensor | None:
     return norm.weight if isinstance(norm, RMSNorm) else None
 
 
-def _float_weight(norm: object | None) -> Tensor | None:
-    return norm.float_weight if isinstance(norm, RMSNorm) else None
+def _packed_weight(norm: object | None) -> Tensor | None:
+    return norm.packed if isinstance(norm, RMSNorm) else None

@@ -10,7 +10,7 @@ from specray.layers.module import Layer
 from specray.layers.moe import Expert, ExpertList, Experts, MixtureOfExperts, SoftmaxRoute
 from specray.models.llama import Llama
 from specray.models.loading import Loader
-from specray.ops.gpu import groups_experts
+from specray.ops.device_ops import groups_experts
 
 QWEN_NAMES = ("gate_proj", "up_proj", "down_proj")
 _MIXTRAL_NAMES = ("w1", "w3", "w2")

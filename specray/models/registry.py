@@ -32,7 +32,7 @@ from specray.models.moe_models import Mixtral, Qwen3Moe
 from specray.models.quantized_formats import checkpoint_format
 from specray.models.target_model import ModelShape, TargetModel
 from specray.ops.attention import torch_dtype
-from specray.ops.cpu.library import kernels
+from specray.ops.device_ops import ops_on
 from specray.ops.layer_attention import LayerAttention
 from specray.ops.linear import fixed_order
 from specray.ops.quantization import check_quantization
@@ -176,7 +176,7 @@ def resolve_dtype(name: str, config: PretrainedConfig, device: torch.device) -> 
             f"config.json has dtype={str(stored).removeprefix('torch.')}, in which nothing is computed; set dtype to "
             "float32, bfloat16 or float16"
         )
-    if stored is torch.float32 and _has_bfloat16(device):
+    if stored is torch.float32 and ops_on(device).has_bfloat16(device):
         return torch.bfloat16
     return stored
 
@@ -352,11 +352,3 @@ def _check_heads(folder: Path, config: PretrainedConfig) -> None:
 def _architectures(config: PretrainedConfig) -> list[str]:
     names = config.architectures or []
     return [str(name) for name in names] if isinstance(names, list) else [str(names)]
-
-
-def _has_bfloat16(device: torch.device) -> bool:
-    if device.type == "cuda":
-        return bool(torch.cuda.is_bf16_supported())
-    if kernels() is not None:
-        return True
-    return bool(torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.ops.mkldnn._is_mkldnn_bf16_supported())

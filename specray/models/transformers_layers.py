@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from specray.layers.module import Layer
 from specray.layers.norm import RMSNorm
 from specray.layers.parallel import RankGroup
-from specray.ops.cpu.library import kernels_on
+from specray.ops.device_ops import ops_on
 from specray.ops.grouped_weight import Weight
-from specray.ops.linear import Linear, is_row_wise, make_gated, make_linear
+from specray.ops.linear import is_row_wise, make_gated, make_linear
+from specray.ops.torch_matrix import Linear
 
 
 class FlatLinear(Layer):
@@ -89,7 +90,7 @@ def as_rms_norm(module: nn.Module) -> RMSNorm | None:
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not type(module).__name__.endswith("RMSNorm") or weight is None or weight.dim() != 1 or not eps:
         return None
-    if kernels_on(weight.device) is None or len(module._parameters) != 1:
+    if not ops_on(weight.device).has_norm_kernel or len(module._parameters) != 1:
         return None
     trial, size = copy(module), (len(weight),)
     tried = torch.linspace(-1.0, 2.0, *size)

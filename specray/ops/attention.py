@@ -101,6 +101,11 @@ class PaddedAttention(Protocol):
         """Like AttentionBackend.plan, without reading a tensor on the host."""
 
 
+def recordable(attention: AttentionBackend) -> PaddedAttention | None:
+    """The backend, if a CUDA graph can record its kernels; None if it plans every step on the host."""
+    return attention if isinstance(attention, PaddedAttention) else None
+
+
 def make_pool(
     num_layers: int, num_slots: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:

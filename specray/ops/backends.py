@@ -11,9 +11,8 @@ from torch import Tensor
 from specray.errors import ConfigError
 from specray.ops.attention import AttentionBackend, AttentionBatch
 from specray.ops.attention_torch import TorchAttention
-from specray.ops.cpu.attention import PagedAttention
-from specray.ops.cpu.library import kernels_on
-from specray.ops.gpu import check_triton, uses_triton
+from specray.ops.device_ops import ops_on
+from specray.ops.gpu import check_triton
 from specray.ops.layer_attention import LayerAttention
 
 _HALF_TYPES = (torch.bfloat16, torch.float16)
@@ -35,19 +34,18 @@ def make_backend(
     """
     if layers is not None:
         return _of_layers(name, pool, num_heads, layers)
-    own = kernels_on(pool.device) if name == "auto" else None
-    assert pool.dtype is not torch.int8 or own is not None, name  # see check_int8_kv
+    ops = ops_on(pool.device)
+    assert pool.dtype is not torch.int8 or (name == "auto" and ops.reads_int8_kv), name  # see check_int8_kv
     if name == "flashinfer":
         return _flashinfer(pool, num_heads, tree_mode)
     if name == "fa":
         return _flash_attention(pool, num_heads, page_size, tree_mode)
     if name == "triton":
         check_triton(pool.device)
-    if name == "triton" or (name == "auto" and uses_triton(pool.device)):
         from specray.ops.gpu.attention import TritonAttention  # triton is installed on machines with GPUs only
 
         return TritonAttention(pool, num_heads)
-    return TorchAttention(pool, num_heads) if own is None else PagedAttention(own, pool, num_heads)
+    return ops.attention(pool, num_heads) if name == "auto" else TorchAttention(pool, num_heads)
 
 
 def _of_layers(name: str, pool: Tensor, num_heads: int, layers: Sequence[LayerAttention]) -> AttentionBackend:
@@ -61,7 +59,7 @@ def _of_layers(name: str, pool: Tensor, num_heads: int, layers: Sequence[LayerAt
 
 def check_int8_kv(name: str, device: torch.device) -> None:
     """ConfigError unless the attention backend `name` reads a KV pool in int8 on `device`."""
-    if name != "auto" or kernels_on(device) is None:
+    if name != "auto" or not ops_on(device).reads_int8_kv:
         raise ConfigError(
             f"kv_cache_dtype=int8 needs the compiled CPU kernels, which attention_backend={name} on {device.type} does "
             "not use; set kv_cache_dtype: auto, or on a CPU attention_backend: auto"

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from specray.ops.gpu import uses_triton
+from specray.ops.device_ops import ops_on
 
 
 class Graph(Protocol):
@@ -68,7 +68,7 @@ def make_graphs(device: torch.device, attention_backend: str) -> Graphs | None:
 
     These are CPUs, and GPUs without Triton's kernels: torch's attention would read as many keys as the context has.
     """
-    if device.type != "cuda" or not uses_triton(device) or attention_backend == "torch":
+    if device.type != "cuda" or not ops_on(device).records_graphs or attention_backend == "torch":
         return None
     pool = torch.cuda.graph_pool_handle()
     return Graphs(lambda: CudaGraph(pool))

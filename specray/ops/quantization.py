@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specray.errors import ConfigError
-from specray.ops.gpu import uses_triton
+from specray.ops.device_ops import ops_on
 from specray.ops.grouped_weight import GroupedWeight, to_int4, to_int8
+from specray.ops.torch_ops import TorchOps
 
 _SMALLEST = 1e-30  # smallest scale, for rows of zeros
 _FP8_MULTIPLE = 16  # of the sizes of a matrix that torch multiplies in fp8
@@ -27,11 +28,8 @@ def make_fp8_linear(weight: Tensor, bias: Tensor | None = None) -> Callable[[Ten
     outs, ins = weight.shape
     more_outs, more_ins = -outs % _FP8_MULTIPLE, -ins % _FP8_MULTIPLE
     weight, bias = F.pad(weight, (0, 0, 0, more_outs)), None if bias is None else F.pad(bias, (0, more_outs))
-    quantise = _quantise_rows
-    if uses_triton(weight.device):
-        from specray.ops.gpu.layers import quantise_rows as quantise
-
-    packed, scale = _quantise_rows(weight, ins + more_ins, _SMALLEST)
+    quantise = ops_on(weight.device).quantise_rows
+    packed, scale = TorchOps().quantise_rows(weight, ins + more_ins, _SMALLEST)
     packed, scale = packed.t(), scale.t()  # column-major, as the kernel requires
 
     def linear(x: Tensor) -> Tensor:
@@ -40,15 +38,6 @@ def make_fp8_linear(weight: Tensor, bias: Tensor | None = None) -> Callable[[Ten
         return y[:, :outs] if more_outs else y
 
     return linear
-
-
-def _quantise_rows(x: Tensor, width: int, smallest: float) -> tuple[Tensor, Tensor]:
-    """The twin of `specray.ops.gpu.layers.quantise_rows`."""
-    largest = torch.finfo(torch.float8_e4m3fn).max
-    scales = x.float().abs().amax(-1, keepdim=True).clamp_(min=smallest) / largest
-    quantised = (x.float() / scales).clamp_(-largest, largest).to(torch.float8_e4m3fn)
-    padded = F.pad(quantised.view(torch.uint8), (0, width - x.shape[1]))
-    return padded.view(torch.float8_e4m3fn), scales
 
 
 class Quantization(NamedTuple):

@@ -10,11 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specray.ops.cpu.library import kernels_on
-from specray.ops.cpu.pointer import pointer
-from specray.ops.largest_logits import argmax
-from specray.ops.noise import gumbel
-from specray.ops.sampling_state import GREEDY_BELOW
+from specray.ops.torch_ops import TorchOps
 
 _NONE = -(2**31)  # the score of no token
 
@@ -27,22 +23,19 @@ class Choices(NamedTuple):
     scores: Tensor  # int32, in the order of the tokens' scores; NaN is the largest
 
 
-def choose_in_shard(logits: Tensor, temperature: Tensor | None, keys: Tensor, first_id: int) -> Choices:
+def choose_in_shard(
+    ops: TorchOps, logits: Tensor, temperature: Tensor | None, keys: Tensor | None, first_id: int
+) -> Choices:
     """The best tokens of `logits` float32 [n, columns], whose first column is token `first_id`.
 
-    `temperature` is float32 [n]; None: all rows are greedy. `keys` [n, 2] are the rows' `noise_keys`.
+    `temperature` float32 [n] and `keys` [n, 2], the rows' `noise_keys`; None: all rows are greedy. `ops` are those of
+    the logits' device.
     """
-    scores = logits if temperature is None else _with_noise(logits, temperature, keys, first_id)
-    return _best(scores, logits, first_id)
-
-
-def choose_greedily(logits: Tensor, first_id: int) -> Choices:
-    """The tokens of the largest logits."""
-    return _best(logits, logits, first_id)
-
-
-def _best(scores: Tensor, logits: Tensor, first_id: int) -> Choices:
-    best = argmax(scores)[:, None]
+    scores = logits
+    if temperature is not None and keys is not None:
+        ids = first_id + torch.arange(logits.shape[1], device=logits.device)
+        scores = ops.with_noise(logits[:, None], temperature, keys, ids)[:, 0]
+    best = ops.argmax(scores)[:, None]
     is_finite = logits.gather(1, best)[:, 0].isfinite().to(torch.int8)
     return Choices(best[:, 0] + first_id, is_finite, _ordered(scores.gather(1, best)[:, 0]))
 
@@ -63,19 +56,6 @@ def best_of(choices: Tensor) -> Choices:
 def packed(choices: Choices) -> Tensor:
     """int64 [n, 3]: score, token and whether it is finite."""
     return torch.stack((choices.scores.long(), choices.tokens, choices.is_finite.long()), 1)
-
-
-def _with_noise(logits: Tensor, temperature: Tensor, keys: Tensor, first_id: int) -> Tensor:
-    """Logits; where sampled, over temperature and with noise."""
-    ids, is_sampled = first_id + torch.arange(logits.shape[1], device=logits.device), temperature >= GREEDY_BELOW
-    own = kernels_on(logits.device)
-    if own is not None:
-        noisy, keys = logits.clone(), keys.contiguous()
-        for row in is_sampled.nonzero().flatten().tolist():
-            own.add_noise(pointer(noisy[row]), len(ids), pointer(ids), float(temperature[row]), pointer(keys[row]))
-        return noisy
-    scaled = logits / temperature.where(is_sampled, 1.0)[:, None]
-    return torch.where(is_sampled[:, None], scaled + gumbel(keys, len(ids), ids), logits)
 
 
 def _ordered(values: Tensor) -> Tensor:

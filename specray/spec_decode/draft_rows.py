@@ -255,8 +255,8 @@ def noise_of(
     context: ProposeContext, requests: Sequence[DraftRequest], slots: Tensor, ends: Tensor, num_levels: int
 ) -> TreeNoise | None:
     """The noise of `requests`, whose `slots` and `ends` are int64 [B]; None if all are greedy."""
-    is_sampled = context.are_sampled(requests)
-    return TreeNoise.of(context.table, slots, ends, num_levels, is_sampled) if any(is_sampled) else None
+    are_sampled = context.are_sampled(requests)
+    return TreeNoise.of(context.table, slots, ends, num_levels) if any(are_sampled) else None
 
 
 def by_layer(plans: Sequence[Attend]) -> Attend:

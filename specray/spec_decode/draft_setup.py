@@ -7,7 +7,7 @@ from torch import Tensor
 
 from specray.config import SpeculativeConfig
 from specray.models.target_matrices import TargetMatrices
-from specray.ops.attention import AttentionBackend, PaddedAttention, make_pool, torch_dtype
+from specray.ops.attention import AttentionBackend, make_pool, recordable, torch_dtype
 from specray.ops.backends import make_backend
 from specray.ops.quantization import check_quantization, quantization_of_choice
 from specray.spec_decode.draft_rows import DraftKV
@@ -57,7 +57,7 @@ def head_kv(head: HeadKV, shape: TreeShape, target: TargetView, window: int | No
 
 def attention_without_graphs(attention: AttentionBackend) -> str | None:
     """Why CUDA graphs cannot have this attention; None if they can."""
-    if isinstance(attention, PaddedAttention):
+    if recordable(attention) is not None:
         return None
     return "its attention backend plans every step on the host; set the draft's attention backend to triton"
 

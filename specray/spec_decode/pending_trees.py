@@ -11,7 +11,7 @@ from torch import Tensor
 from specray.ops.host_copy import HostCopy
 from specray.ops.step_tensors import TreesWanted, TreeTensors
 from specray.spec_decode.draft_tree import NONE, DraftTree
-from specray.spec_decode.step_ops import tree_ops
+from specray.spec_decode.step_ops import step_ops
 from specray.step import DraftLimit
 
 
@@ -34,7 +34,7 @@ class PendingTrees:
         self._max_depth = 0
         self._probs: tuple[Tensor, Tensor] | None = None  # (slots, DraftTree.draft_probs) of the last trees
         self.scores: list[list[float]] = []  # see `DraftSource.scores`
-        self._ops = tree_ops(device)
+        self._ops = step_ops(device).trees()
 
     def put(self, slots: Tensor, tree: DraftTree) -> None:
         """Keep the trees of `slots` int64 [B]; they replace older ones."""

@@ -16,7 +16,7 @@ from specray.ops.attention import make_zeros
 from specray.ops.sampling_state import OptionColumns, SamplingBatch
 from specray.ops.step_tensors import RequestArena
 from specray.spec_decode.request_state import RequestState, sampling_columns
-from specray.spec_decode.step_ops import table_ops
+from specray.spec_decode.step_ops import step_ops
 from specray.step import NewRequest
 
 _NUM_SCALARS = 8  # int32 columns behind token ids and KV slots: see RequestTable.__init__
@@ -52,7 +52,7 @@ class RequestTable:
         # None: changes wait for `flush`.
         self._host_arena = self._arena.numpy() if device.type == "cpu" else None
         self._changes: list[tuple[int, np.ndarray]] = []  # (first place in the arena, int32 values)
-        self.ops = table_ops(self.arena, device)
+        self.ops = step_ops(device).table(self.arena)
 
     def enter(self, new: NewRequest) -> None:
         """Start a request in its slot."""

@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 
 from specray.layers.linear import VocabHead
-from specray.ops.gpu import uses_triton
-from specray.ops.noise import noise_keys
 from specray.ops.sampling_state import SamplingBatch, SamplingState
-from specray.ops.shard_sampling import Choices, best_of, choose_greedily, choose_in_shard, none_of, packed
+from specray.ops.shard_sampling import Choices, best_of, none_of, packed
 from specray.ops.token_mask import TokenMask
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.node_sampler import NodeSampler, coupled
-from specray.spec_decode.node_verifier import accept, verify_padded
+from specray.spec_decode.step_ops import step_ops
 from specray.spec_decode.verifier import needs_walk, verify
 from specray.spec_decode.verify_batch import VerifyInput, VerifyOutput, in_order
 
@@ -53,33 +51,20 @@ def verify_padded_shards(
     head: VocabHead,
     is_filtered: bool,
 ) -> VerifyOutput:
-    """`verify_padded` where `logits` are this rank's columns of `head`; rank 0's outcome on all ranks.
+    """`TorchStepOps.verify_padded` where `logits` are this rank's columns of `head`; rank 0's outcome on all ranks.
 
     Unless `is_filtered`, no sampled request has filters.
     """
+    ops = step_ops(logits.device)
     if (is_sampled and is_filtered) or sampler is not coupled:
-        verified = verify_padded(head.gathered(logits).contiguous(), tree, sampling, lengths, is_sampled, sampler)
+        gathered = head.gathered(logits).contiguous()
+        verified = ops.verify_padded(gathered, tree, sampling, lengths, is_sampled, sampler)
     else:
-        own = _choose_padded(logits, tree, sampling if is_sampled else None, lengths, head.first_id)
-        verified = _accept(tree, _exchanged(own, head))
+        own = none_of(tree.tokens.numel(), logits.device)  # the last ranks may have no column
+        if logits.shape[1]:
+            own = ops.choose_padded(logits, tree, sampling if is_sampled else None, lengths, head.first_id)
+        verified = ops.accept(tree, _exchanged(own, head))
     return VerifyOutput(head.group.broadcast(verified.outcome))
-
-
-def _choose_padded(
-    logits: Tensor, tree: DraftTree, sampling: SamplingBatch | None, lengths: Tensor, first_id: int
-) -> Choices:
-    """This rank's best token at every place of padded trees; all requests are greedy without `sampling`."""
-    if not logits.shape[1]:
-        return none_of(tree.tokens.numel(), logits.device)
-    if uses_triton(logits.device):
-        from specray.spec_decode.gpu_verifier import choose_padded_on_gpu
-
-        return choose_padded_on_gpu(logits, tree, sampling, lengths, first_id)
-    if sampling is None:
-        return choose_greedily(logits, first_id)
-    keys = noise_keys(sampling.seeds[:, None], lengths[:, None] + tree.ancestors().sum(-1) - 1)
-    temperature = sampling.temperature.repeat_interleave(tree.tokens.shape[1])
-    return choose_in_shard(logits, temperature, keys.flatten(0, 1), first_id)
 
 
 def _needs_all_logits(state: SamplingState) -> bool:
@@ -88,39 +73,14 @@ def _needs_all_logits(state: SamplingState) -> bool:
 
 def _verify_at_once(inputs: VerifyInput, head: VocabHead) -> VerifyOutput:
     """Choose at every place on all ranks alike, then walk."""
-    tree = inputs.tree
-    if not inputs.logits.shape[1]:
-        own = none_of(tree.tokens.numel(), inputs.logits.device)
-    elif uses_triton(inputs.logits.device):
-        from specray.spec_decode.gpu_verifier import choose_on_gpu
-
-        own = choose_on_gpu(inputs, head.first_id)
+    tree, ops = inputs.tree, step_ops(inputs.logits.device)
+    if inputs.logits.shape[1]:
+        own = ops.choose(inputs, head.first_id)
     else:
-        own = _choose(inputs, head.first_id)
-    return _accept(tree, _exchanged(own, head))
+        own = none_of(tree.tokens.numel(), inputs.logits.device)
+    return ops.accept(tree, _exchanged(own, head))
 
 
 def _exchanged(own: Choices, head: VocabHead) -> Choices:
     """The best choices of all ranks."""
     return best_of(head.group.gather(packed(own)).view(-1, head.group.size, 3))
-
-
-def _accept(tree: DraftTree, best: Choices) -> VerifyOutput:
-    """Walk trees of any number of places by the tokens chosen there."""
-    shape = tree.tokens.shape
-    if uses_triton(tree.tokens.device):
-        from specray.spec_decode.gpu_verifier import walk_on_gpu
-
-        return walk_on_gpu(tree, best)
-    return accept(tree, tree.ancestors(), best.tokens.view(shape), best.is_finite.view(shape) > 0)
-
-
-def _choose(inputs: VerifyInput, first_id: int) -> Choices:
-    """This rank's best token at every place of the trees, [B * N]."""
-    tree, num_logits, sampling = inputs.tree, len(inputs.logits), inputs.sampling
-    keys = noise_keys(sampling.seeds[:, None], inputs.lengths[:, None] + tree.ancestors().sum(-1) - 1)
-    starts, nodes = tree.num_nodes.cumsum(0) - tree.num_nodes, torch.arange(tree.tokens.shape[1], device=keys.device)
-    places = (starts[:, None] + nodes).clamp(max=num_logits - 1).flatten()  # any row where there is no node
-    is_sampled = any(state.is_sampled for state in sampling.states)
-    temperature = sampling.temperature.repeat_interleave(len(nodes)) if is_sampled else None
-    return choose_in_shard(inputs.logits.index_select(0, places), temperature, keys.flatten(0, 1), first_id)

@@ -1,34 +1,260 @@
-"""The tensors of a step around its forward passes, with torch's operations: see `step_ops` for what each does."""
+"""The operations of a step around its forward passes with torch: the executable specification of `step_ops`."""
 
 from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from specray.ops.attention import PaddedBatch, pack_paths
+from specray.ops.device_ops import ops_on
+from specray.ops.noise import noise_keys
 from specray.ops.outcome import num_emitted
 from specray.ops.outcome import tokens as tokens_of
 from specray.ops.ragged_index import RaggedIndex
-from specray.ops.step_tensors import RequestArena, TreesWanted, TreeTensors
+from specray.ops.request_arena import RequestArena
+from specray.ops.sampling_state import SamplingBatch
+from specray.ops.shard_sampling import Choices, choose_in_shard
+from specray.ops.tree_tensors import TreesWanted, TreeTensors
 from specray.spec_decode.draft_tree import NONE, ROOT, DraftTree
+from specray.spec_decode.node_sampler import NodeSampler, PaddedSampler
+from specray.spec_decode.verify_batch import VerifyInput, VerifyOutput
+
+
+class FlatTokens(NamedTuple):
+    """The T tokens of R rows and their trees."""
+
+    token_ids: Tensor  # int64 [T], like the next two
+    positions: Tensor
+    slot_mapping: Tensor  # KV slots to write
+    roots: Tensor  # int64 [R], places of the roots; a root's nodes follow it
+    kv_slots: Tensor  # int64 [R, kv_width]: those of the first positions
+    ancestors: Tensor | None  # see DraftTree; None: there are no drafts
+
+
+class TableOps(Protocol):
+    """Reads and writes the rows of a request table. Slots, positions and tokens are int64."""
+
+    def cells(self, slots: Tensor, positions: Tensor, column: int) -> Tensor:
+        """int64 [T], the cells `column` + position of each slot."""
+
+    def kv_slots(self, slots: Tensor, starts: Tensor | None, width: int) -> Tensor:
+        """KV slots [n, width] of `width` positions from `starts` [n] on, by default from 0."""
+
+    def append(self, slots: Tensor, outcome: Tensor) -> None:
+        """Append the tokens that `slots` [n] emitted; `outcome` is that of StepOutput."""
+
+    def build_step(
+        self, columns: Sequence[Tensor], trees: Sequence[Tensor], total: int, kv_width: int, has_drafts: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        """The fields of FlatTokens, `total` tokens in all.
+
+        `columns` are slots, positions of the first tokens to compute, and their numbers, the root included, each [R];
+        `trees` are tokens and parents [R, N] and numbers of nodes [R].
+        """
+
+    def extend_input(
+        self, slots: Tensor, starts: Tensor, ends: Tensor, total: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What a draft head reads of positions `starts` to `ends` of each request, `total` in all.
+
+        (next token ids, positions and KV slots [total], places of the requests' last positions [n]).
+        """
+
+
+class TreeOps(Protocol):
+    """Reads and writes trees by slot: the `pending` ones are [slots, W]."""
+
+    def put(self, pending: TreeTensors, slots: Tensor, trees: TreeTensors) -> None:
+        """Keep the trees of `slots` [B]; they replace older ones. If they have scores, so have the pending ones."""
+
+    def take(self, pending: TreeTensors, wanted: TreesWanted, vocab_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(tokens and parents [B, W], numbers of nodes [B], report [2, B]) of trees, which no longer wait.
+
+        The report has the numbers of nodes, 0 if the drafter's logits
+        were not finite, and which trees are chains. With `least`, nodes of a lower score are cut, and the
+        report is float32 [3 + W, B]: also the numbers of nodes before that, and the nodes' scores.
+        """
+
+
+class TreeInput(NamedTuple):
+    """All nodes of B trees of N places, T = B * N tokens."""
+
+    token_ids: Tensor  # int64 [T]
+    positions: Tensor  # int64 [T]
+    attention: PaddedBatch
+
+
+class ExtendInput(NamedTuple):
+    """The tokens behind those that B requests committed, T = B * width."""
+
+    token_ids: Tensor  # int64 [T], of the next position
+    positions: Tensor  # int64 [T], of the committed tokens
+    attention: PaddedBatch
+    nodes: Tensor  # int64 [T], places of their hidden states among the B * N of the step
+    last: Tensor  # int64 [B], place of each request's last token among the T
+    ends: Tensor  # int64 [B], position of each request's last known token, the root of its next tree
+    roots: Tensor  # int64 [B], that token
+
+
+class TorchStepOps:
+    """The operations of a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        # Whether sampled requests are better walked depth by depth than verified at all nodes: on a CPU noise for nodes
+        # that no walk visits costs more than the depths.
+        self.walks_sampled = device.type == "cpu"
+
+    def table(self, arena: RequestArena) -> TableOps:
+        """The operations on a request table, which has `arena`."""
+        return TorchTable(arena)
+
+    def trees(self) -> TreeOps:
+        """The operations on trees that wait."""
+        return TorchTrees()
+
+    def verify(self, inputs: VerifyInput) -> VerifyOutput:
+        """Verify trees of requests whose tokens do not depend on the path, with coupled sampling."""
+        tree = inputs.tree
+        index = RaggedIndex.of(tree.num_nodes, len(inputs.logits))
+        chosen = _chosen(inputs, index)
+        is_finite = inputs.logits.gather(1, chosen[:, None])[:, 0].isfinite()
+        places = _places(tree, len(chosen))
+        return accept(tree, tree.ancestors(), chosen[places], is_finite[places])
+
+    def verify_chosen(self, tokens: Tensor, tree: DraftTree) -> VerifyOutput:
+        """Verify trees by the target's tokens at their nodes, int64 [sum of num_nodes]; -1: logits are not finite."""
+        places = _places(tree, len(tokens))
+        return accept(tree, tree.ancestors(), tokens[places], tokens[places] >= 0)
+
+    def choose(self, inputs: VerifyInput, first_id: int = 0) -> Choices:
+        """The target's token at every place of the trees, [B * N], among the columns of `logits`.
+
+        `first_id` is the token id of the first column.
+        """
+        tree, sampling = inputs.tree, inputs.sampling
+        is_sampled = any(state.is_sampled for state in sampling.states)
+        logits = inputs.logits.index_select(0, _places(tree, len(inputs.logits)).flatten())
+        return self.choose_padded(logits, tree, sampling if is_sampled else None, inputs.lengths, first_id)
+
+    def choose_padded(
+        self, logits: Tensor, tree: DraftTree, sampling: SamplingBatch | None, lengths: Tensor, first_id: int = 0
+    ) -> Choices:
+        """`choose` where `logits` float32 [B * N, columns] has a row for every place, without the host.
+
+        All requests are greedy without `sampling`. `lengths` int64 [B] are the known tokens.
+        """
+        temperature = None if sampling is None else sampling.temperature.repeat_interleave(tree.tokens.shape[1])
+        keys = None if sampling is None else _keys(tree, sampling, lengths).flatten(0, 1)
+        return choose_in_shard(ops_on(logits.device), logits, temperature, keys, first_id)
+
+    def verify_padded(
+        self,
+        logits: Tensor,
+        tree: DraftTree,
+        sampling: SamplingBatch | None,
+        lengths: Tensor,
+        is_sampled: bool,
+        sampler: NodeSampler,
+    ) -> VerifyOutput:
+        """`verify` for CUDA graphs, where `can_verify_padded`: without the host.
+
+        `logits` float32 [B * N, V] has a row for every place of `tree`. Unless `is_sampled`, all requests are greedy.
+        `lengths` int64 [B] are the known tokens. A request whose tree has no node keeps and emits nothing. `sampling`
+        may be None for greedy requests with coupled sampling.
+        """
+        ancestors, shape, ops = tree.ancestors(), tree.tokens.shape, ops_on(logits.device)
+        if not is_sampled:
+            chosen = ops.argmax(logits)
+        else:
+            assert sampling is not None
+            keys = noise_keys(sampling.seeds[:, None], lengths[:, None] + ancestors.sum(-1) - 1)
+            chosen = ops.sample_padded(logits, sampling.repeat(shape[1]), keys.flatten(0, 1))
+        is_finite = logits.gather(1, chosen[:, None])[:, 0].isfinite()
+        chosen = at_nodes(sampler, chosen.view(shape), tree, sampling, lengths, logits.shape[-1])
+        return accept(tree, ancestors, chosen, is_finite.view(shape))
+
+    def accept(self, tree: DraftTree, choices: Choices) -> VerifyOutput:
+        """Walk trees by the tokens that `choose` chose."""
+        shape = tree.tokens.shape
+        return accept(tree, tree.ancestors(), choices.tokens.view(shape), choices.is_finite.view(shape) > 0)
+
+
+def at_nodes(
+    sampler: NodeSampler,
+    chosen: Tensor,
+    tree: DraftTree,
+    sampling: SamplingBatch | None,
+    lengths: Tensor,
+    vocab_size: int,
+) -> Tensor:
+    """The sampler's tokens after all nodes, int64 [B, N], from those that `coupled` chooses."""
+    if not isinstance(sampler, PaddedSampler):
+        return chosen
+    assert sampling is not None
+    return sampler.at_nodes(chosen, tree, sampling.seeds, lengths, vocab_size)
+
+
+def _chosen(inputs: VerifyInput, index: RaggedIndex) -> Tensor:
+    """The target's token at every node, int64 [sum of num_nodes]; `index` has the nodes' places."""
+    states, rows, ops = inputs.sampling.states, index.rows, ops_on(inputs.logits.device)
+    if not any(state.is_sampled for state in states):
+        return ops.argmax(inputs.logits)
+    options = inputs.sampling.of_rows(rows)
+    keys = _keys(inputs.tree, inputs.sampling, inputs.lengths)[rows, index.offsets]
+    return ops.sample_padded(inputs.logits, options, keys, any(state.is_filtered for state in states))
+
+
+def _keys(tree: DraftTree, sampling: SamplingBatch, lengths: Tensor) -> Tensor:
+    """The noise of the tokens after all places, int32 [B, N, 2]."""
+    return noise_keys(sampling.seeds[:, None], lengths[:, None] + tree.ancestors().sum(-1) - 1)
+
+
+def _places(tree: DraftTree, count: int) -> Tensor:
+    """int64 [B, N]: places of the trees' nodes among `count` in order; any one where there is no node."""
+    starts = tree.num_nodes.cumsum(0) - tree.num_nodes
+    nodes = torch.arange(tree.tokens.shape[1], device=starts.device)
+    return (starts[:, None] + nodes).clamp(max=count - 1)
+
+
+def accept(tree: DraftTree, ancestors: Tensor, chosen: Tensor, is_finite: Tensor) -> VerifyOutput:
+    """Accept the nodes whose whole path was chosen; `chosen` are the target's tokens at all places.
+
+    `ancestors` bool [B, N, N] are those of `tree`. `chosen` and `is_finite` [B, N] are undefined without a node.
+    """
+    num_rows, width = tree.tokens.shape
+    nodes = torch.arange(width, device=chosen.device)
+    is_node = nodes < tree.num_nodes[:, None]
+    depths = ancestors.sum(-1) - 1
+    is_finite = is_finite & is_node
+    parents = tree.parents.clamp(min=0)
+    is_chosen = (tree.tokens == chosen.gather(1, parents)) & is_node & ~tree.repeats_sibling()
+    is_chosen[:, ROOT].fill_(True)
+    is_accepted = (is_chosen[:, None, :] | ~ancestors).all(-1) & (depths <= tree.max_depth) & is_node
+    has_finite_path = (is_finite | ~is_accepted).all(-1)
+    # At most one node of each depth is accepted; the others go to a column that is cut off.
+    columns = torch.where(is_accepted, depths, tree.max_depth + 1)
+    path = torch.zeros(num_rows, tree.max_depth + 2, dtype=torch.int64, device=chosen.device)
+    path = path.scatter_(1, columns, nodes.expand(num_rows, width))[:, :-1]
+    return VerifyOutput.of(is_accepted.sum(-1) * has_finite_path, chosen.gather(1, path), path)
 
 
 class TorchTable:
     """TableOps. The arena's last row takes what is masked."""
 
-    def __init__(self, arena: RequestArena, uses_triton: bool) -> None:
-        self._arena = arena
+    def __init__(self, arena: RequestArena) -> None:
+        self.arena = arena
         self._discard_index = len(arena.cells) - arena.row_size
-        self._uses_triton = uses_triton
+        self.padding_slot = self._discard_index // arena.row_size  # an empty request
+        rows = arena.cells.view(-1, arena.row_size)
+        self.num_tokens = rows[:, arena.length_column]
+        self.all_kv_slots = rows[:, arena.kv_column : arena.length_column]
 
     def cells(self, slots: Tensor, positions: Tensor, column: int) -> Tensor:
-        if self._uses_triton:
-            from specray.ops.gpu import steps
-
-            return steps.cells_at(self._arena, slots, positions, column)
-        return self._arena.cells.index_select(0, slots * self._arena.row_size + column + positions).long()
+        return self.arena.cells.index_select(0, slots * self.arena.row_size + column + positions).long()
 
     def kv_slots(self, slots: Tensor, starts: Tensor | None, width: int) -> Tensor:
-        arena, first = self._arena, self._arena.kv_column
+        arena, first = self.arena, self.arena.kv_column
         if starts is None:
             rows = arena.cells.view(-1, arena.row_size)[:, first : first + width]
             return rows.index_select(0, slots).long()
@@ -38,8 +264,8 @@ class TorchTable:
 
     def append(self, slots: Tensor, outcome: Tensor) -> None:
         num_tokens, tokens = num_emitted(outcome), tokens_of(outcome)
-        cells, row_size = self._arena.cells, self._arena.row_size
-        known = cells.view(-1, row_size)[:, self._arena.length_column]
+        cells, row_size = self.arena.cells, self.arena.row_size
+        known = cells.view(-1, row_size)[:, self.arena.length_column]
         lengths = known.index_select(0, slots).long()
         columns = torch.arange(tokens.shape[1], device=slots.device)
         places = slots[:, None] * row_size + lengths[:, None] + columns
@@ -62,7 +288,7 @@ class TorchTable:
             depth = (ancestors.sum(-1) - 1)[index.rows, node.clamp(min=0)]
             token_ids = torch.where(node > 0, tokens[index.rows, node.clamp(min=0)], token_ids)
             positions = torch.where(node > 0, places_in_kv - node + depth, places_in_kv)
-        written = self.cells(slots, places_in_kv, self._arena.kv_column)
+        written = self.cells(slots, places_in_kv, self.arena.kv_column)
         roots, kv_slots = query_lens.cumsum(0) - num_nodes, self.kv_slots(columns[0], None, kv_width)
         return token_ids, positions, written, roots, kv_slots, ancestors
 
@@ -71,8 +297,92 @@ class TorchTable:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         index = RaggedIndex.of(ends - starts, total)
         rows, positions = slots.index_select(0, index.rows), starts.index_select(0, index.rows) + index.offsets
-        token_ids, written = self.cells(rows, positions + 1, 0), self.cells(rows, positions, self._arena.kv_column)
+        token_ids, written = self.cells(rows, positions + 1, 0), self.cells(rows, positions, self.arena.kv_column)
         return token_ids, positions, written, (ends - starts).cumsum(0) - 1
+
+    # What CUDA graphs need beside these: fixed shapes, nothing from the host.
+
+    def tokens_at(self, slots: Tensor, positions: Tensor) -> Tensor:
+        return self.cells(slots, positions, 0)
+
+    def kv_slots_at(self, slots: Tensor, positions: Tensor) -> Tensor:
+        return self.cells(slots, positions, self.arena.kv_column)
+
+    def load_step(self, step: Sequence[Tensor], slots: Tensor, tree: DraftTree) -> None:
+        """Make `step` (slots [R], numbers of nodes [R], tokens and parents [R, N]) that of B <= R trees.
+
+        Everything behind them is padding.
+        """
+        for part, padding in zip(step, (self.padding_slot, 0, NONE, NONE), strict=True):
+            part.fill_(padding)
+        count, width = tree.tokens.shape
+        step[0][:count].copy_(slots)
+        step[1][:count].copy_(tree.num_nodes)
+        for part, values in zip(step[2:], (tree.tokens, tree.parents), strict=True):
+            part[:count, :width].copy_(values)
+
+    def tree_input(self, slots: Tensor, tree: DraftTree, padding_kv_slot: int, kept: Tensor) -> TreeInput:
+        """The input of the target. `kept` int64 [B, 1 + N], contiguous, becomes known tokens and KV slots of nodes."""
+        width = tree.tokens.shape[1]
+        nodes = torch.arange(width, device=slots.device)
+        lengths = self.num_tokens.index_select(0, slots).long()
+        places = (lengths[:, None] - 1 + nodes).clamp(min=0)
+        rows = slots.repeat_interleave(width)
+        kv_slots = self.kv_slots_at(rows, places.flatten()).view_as(places)
+        kept.copy_(torch.cat((lengths[:, None], kv_slots), 1))
+        is_node, sees = nodes < tree.num_nodes[:, None], tree.ancestors()
+        positions = torch.where(is_node, lengths[:, None] + sees.sum(-1) - 2, 0)
+        batch = PaddedBatch(
+            (lengths - 1).clamp(min=0).repeat_interleave(width),
+            rows,
+            self.all_kv_slots,
+            *pack_paths(sees, kv_slots.where(is_node, 0)),
+            kv_slots.where(is_node, padding_kv_slot).flatten(),
+        )
+        return TreeInput(tree.tokens.where(is_node, 0).flatten(), positions.flatten(), batch)
+
+    def padded_extend(
+        self,
+        slots: Tensor,
+        num_kept: Tensor,
+        nodes: Tensor,
+        width: int,
+        padding_kv_slot: int,
+        window: int | None = None,
+    ) -> ExtendInput:
+        """The input of a draft head, at most `width` tokens for each request; arguments as in PaddedRows."""
+        num_rows, num_nodes = nodes.shape
+        ends = (self.num_tokens.index_select(0, slots).long() - 1).clamp(min=0)
+        depth = torch.arange(width, device=slots.device)
+        is_token = depth < num_kept[:, None]
+        starts = ends - num_kept
+        positions = (starts[:, None] + depth).where(is_token, 0).flatten()
+        rows = slots.repeat_interleave(width)
+        kv_slots = self.kv_slots_at(rows, positions).view_as(is_token)
+        batch = PaddedBatch(
+            starts.repeat_interleave(width),
+            rows,
+            self.all_kv_slots,
+            kv_slots.where(is_token, 0).repeat_interleave(width, 0),
+            (depth + 1).repeat(num_rows),
+            kv_slots.where(is_token, padding_kv_slot).flatten(),
+            window,
+        )
+        row = torch.arange(num_rows, device=slots.device)
+        return ExtendInput(
+            self.tokens_at(rows, positions + 1),
+            positions,
+            batch,
+            (row[:, None] * num_nodes + nodes[:, :width]).flatten(),
+            row * width + (num_kept - 1).clamp(min=0),
+            ends,
+            self.tokens_at(slots, ends),
+        )
+
+    def commit(self, slots: Tensor, outcome: Tensor, report: Tensor) -> None:
+        """`append`, and copy the outcome to `report`, which stays where it is."""
+        self.append(slots, outcome)
+        report.copy_(outcome)
 
 
 class TorchTrees:

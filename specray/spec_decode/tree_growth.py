@@ -13,8 +13,7 @@ from torch import Tensor
 
 from specray.ops.attention import Attend
 from specray.ops.cpu.trees import TreeNetwork
-from specray.ops.gpu import uses_triton
-from specray.ops.largest_logits import top_probs
+from specray.ops.device_ops import ops_on
 from specray.spec_decode.draft_rows import AttendLevel, DraftKV, DraftRows
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.eagle_tree import CandidatePool
@@ -55,6 +54,7 @@ class TreeGrower:
         self._device = device
         assert kv.nodes is not None
         self.fused = FusedDrafts(model.network, kv, kv.nodes)
+        self._ops = ops_on(device)
         self._steps = torch.arange(kv.shape.num_steps, device=device)
         self._row_numbers = torch.arange(len(kv.nodes), device=device)
         self._ones = torch.ones_like(self._row_numbers)
@@ -133,19 +133,9 @@ class TreeGrower:
 
     def _best(self, logits: Tensor, noise: TreeNoise | None, level: int) -> tuple[Tensor, Tensor]:
         """(the most likely token of each row of `logits` [B, V] as the target's id, whether its logit is finite)."""
-        if uses_triton(logits.device):
-            from specray.ops.gpu.sampling import Rows, choose_drafts
-
-            count = len(logits)
-            rows = Rows(logits.contiguous(), self._row_numbers[:count], self._ones[:count], 1)
-            keys = None if noise is None else noise.keys_on_gpu[level]
-            heat = None if noise is None else noise.temperature
-            found = choose_drafts(rows, heat, keys, self._model.draft_token_ids)
-            return found.tokens, found.is_finite
-        if noise is not None:
-            logits = noise.added(logits[:, None], level, self._model.draft_token_ids)[:, 0]
-        logit, token = logits.max(-1)
-        return self._model.target_ids(token), logit.isfinite()
+        places = self._row_numbers[: len(logits)], self._ones[: len(logits)]
+        temperature, keys = (None, None) if noise is None else (noise.temperature, noise.keys[level])
+        return self._ops.choose_drafts(logits, places, temperature, keys, self._model.draft_token_ids)
 
     def _candidates(
         self, logits: Tensor, noise: TreeNoise | None, level: int, level_probs: list[Tensor], topk: int
@@ -171,7 +161,7 @@ def candidates(
         if level_probs is not None:
             level_probs.append(noise.probs(logits[:, 0], draft_token_ids))
         logits = noise.added(logits, level, draft_token_ids)
-    return top_probs(logits, topk)
+    return ops_on(logits.device).top_probs(logits, topk)
 
 
 def with_draft_probs(tree: DraftTree, level_probs: list[Tensor]) -> DraftTree:

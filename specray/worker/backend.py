@@ -20,7 +20,8 @@ from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.node_sampler import NodeSampler, coupled
 from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.shard_verifier import verify_shards
-from specray.spec_decode.verifier import can_verify_padded, reads_largest_logit, verify, verify_largest
+from specray.spec_decode.step_ops import step_ops
+from specray.spec_decode.verifier import can_verify_padded, reads_largest_logit, verify
 from specray.spec_decode.verify_batch import VerifyInput, VerifyOutput
 from specray.worker.broadcast import broadcast_output
 from specray.worker.input_batch import StepBatch, build_batch
@@ -131,7 +132,7 @@ class TorchBackend:
             slots, lengths, tree = slots[sampling], lengths[sampling], tree.select(sampling)
         logits = computed.logits
         if states and isinstance(logits, LargestLogits):
-            verified = verify_largest(logits, tree)
+            verified = step_ops(self._table.device).verify_chosen(logits.token_ids, tree)
         elif states:
             assert isinstance(logits, Tensor)
             inputs = VerifyInput(logits, tree, num_nodes, self._table.sampling(slots, states), lengths)

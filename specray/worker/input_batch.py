@@ -18,7 +18,7 @@ from specray.ops.token_mask import TokenMask
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.request_state import RequestState
 from specray.spec_decode.request_table import RequestTable
-from specray.spec_decode.step_ops import FlatTokens
+from specray.spec_decode.torch_step_ops import FlatTokens
 from specray.step import StepPlan
 
 

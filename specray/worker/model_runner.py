@@ -8,7 +8,7 @@ from torch import Tensor
 from specray.layers.moe import reason_without_graphs
 from specray.models.fused_forward import FusedForward
 from specray.models.target_model import TargetModel
-from specray.ops.attention import AttentionBackend, PaddedAttention
+from specray.ops.attention import AttentionBackend, recordable
 from specray.ops.cpu.structs import ArenaStruct
 from specray.ops.cpu.verification import Verification
 from specray.ops.largest_logits import LargestLogits
@@ -40,7 +40,7 @@ class ModelRunner:
     @property
     def reason_without_graphs(self) -> str | None:
         """Why decode steps cannot be CUDA graphs; None if they can."""
-        if not isinstance(self.attention, PaddedAttention):
+        if recordable(self.attention) is None:
             return "this attention_backend plans every step on the host; set it to triton"
         return reason_without_graphs(self.model)
 

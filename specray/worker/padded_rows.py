@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specray.ops.attention import Attend, PaddedAttention, PaddedBatch, pack_paths
+from specray.ops.attention import Attend, PaddedAttention, PaddedBatch, pack_paths, recordable
 from specray.spec_decode.draft_rows import AttendLevel, DraftKV, Extras, ReadTokens, by_layer
 from specray.spec_decode.request_table import RequestTable
+from specray.spec_decode.torch_step_ops import ExtendInput, TorchTable
 from specray.spec_decode.tree_noise import TreeNoise
 from specray.spec_decode.tree_shape import TreeShape
-from specray.worker.padded_input import ExtendInput, extend_input
 
 
 class PaddedRows:
@@ -58,8 +58,9 @@ class PaddedRows:
             return self._read_with_roots(kv)
         if self._read is None:
             width = min(self._nodes.shape[1], kv.shape.num_steps + 1)  # the longest path of a tree
-            rows = (self.slots, self._num_kept, self._nodes)
-            self._read = extend_input(self._table, *rows, width, kv.padding_slot, kv.window)
+            ops, rows = self._table.ops, (self.slots, self._num_kept, self._nodes)
+            assert isinstance(ops, TorchTable), "the CPU kernels have no graphs"
+            self._read = ops.padded_extend(*rows, width, kv.padding_slot, kv.window)
         read, batch = self._read, self._read.attention
         if num_extra:
             return self._with_extra(kv, read, num_extra)
@@ -161,8 +162,9 @@ class PaddedRows:
 
 
 def _padded(kv: DraftKV) -> PaddedAttention:
-    assert isinstance(kv.attention, PaddedAttention), "see `reason_without_graphs`"
-    return kv.attention
+    attention = recordable(kv.attention)
+    assert attention is not None, "see `reason_without_graphs`"
+    return attention
 
 
 def _without_first(batch: PaddedBatch, count: int) -> PaddedBatch:

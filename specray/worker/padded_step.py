@@ -10,20 +10,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specray.ops.attention import PaddedAttention
-from specray.ops.gpu import uses_triton
+from specray.ops.attention import recordable
 from specray.ops.ragged_index import RaggedIndex
 from specray.spec_decode.draft_tree import NONE, DraftTree
 from specray.spec_decode.drafter import DeviceDrafter
 from specray.spec_decode.node_sampler import NodeSampler, PaddedSampler
-from specray.spec_decode.node_verifier import verify_padded
 from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.shard_verifier import verify_padded_shards
+from specray.spec_decode.step_ops import step_ops
+from specray.spec_decode.torch_step_ops import TorchTable
 from specray.spec_decode.tree_buffers import TreeBuffers
 from specray.worker.buckets import Bucket
 from specray.worker.input_batch import StepBatch
 from specray.worker.model_runner import ModelRunner
-from specray.worker.padded_input import tree_input
 from specray.worker.padded_rows import PaddedRows
 from specray.worker.step_output import CopiedOutcome
 
@@ -39,9 +38,11 @@ class PaddedStep:
         layers: tuple[int, ...],
         sampler: NodeSampler,
     ) -> None:
-        assert isinstance(runner.attention, PaddedAttention)
+        attention = recordable(runner.attention)
+        assert attention is not None, "see `reason_without_graphs`"
         self._model, self._kv, self._table, self._layers = runner.model, runner.kv, table, layers
-        self._attention, self._sampler = runner.attention, sampler
+        assert isinstance(table.ops, TorchTable), "the CPU kernels have no graphs"
+        self._attention, self._sampler, self._ops = attention, sampler, table.ops
         device, dtype = table.device, runner.model.embedding.weight.dtype
         largest = Bucket(max(bucket.rows for bucket in buckets), max(bucket.nodes for bucket in buckets))
         max_tokens = max(bucket.num_tokens for bucket in buckets)
@@ -68,24 +69,12 @@ class PaddedStep:
 
     def load(self, batch: StepBatch) -> None:
         """Make the next step that of `batch`; everything behind its rows and nodes is padding."""
-        if uses_triton(self._slots.device):
-            from specray.ops.gpu import steps
-
-            step = (self._slots, self._num_nodes, *self._trees.unbind())
-            trees = (batch.tree.tokens, batch.tree.parents)
-            steps.load(step, batch.rows.slots, batch.tree.num_nodes, trees, self._table.padding_slot)
-            return
-        self.clear()
-        count, width = batch.tree.tokens.shape
-        self._slots[:count].copy_(batch.rows.slots)
-        self._num_nodes[:count].copy_(batch.tree.num_nodes)
-        for part, values in zip(self._trees, (batch.tree.tokens, batch.tree.parents), strict=True):
-            part[:count, :width].copy_(values)
+        self._ops.load_step((self._slots, self._num_nodes, *self._trees.unbind()), batch.rows.slots, batch.tree)
 
     def forward(self, bucket: Bucket) -> None:
         """The target over all nodes."""
         slots, tree = self._slots[: bucket.rows], self._tree(bucket)
-        tokens = tree_input(self._table, slots, tree, self._kv.padding_slot, self._kept_of(bucket))
+        tokens = self._ops.tree_input(slots, tree, self._kv.padding_slot, self._kept_of(bucket))
         attend = self._attention.plan_padded(tokens.attention)
         _, logits, aux_hidden_states = self._model.with_logits(
             tokens.token_ids, tokens.positions, attend, None, self._layers
@@ -105,17 +94,13 @@ class PaddedStep:
         reads_options = is_sampled or isinstance(self._sampler, PaddedSampler)
         logits, options = self._logits[: bucket.num_tokens], self._table.sampling(slots, []) if reads_options else None
         inputs = (logits, tree, options, lengths[:, 0], is_sampled, self._sampler)
-        head = self._model.head
-        verified = verify_padded_shards(*inputs, head, is_filtered) if self.is_sharded else verify_padded(*inputs)
+        if self.is_sharded:
+            verified = verify_padded_shards(*inputs, self._model.head, is_filtered)
+        else:
+            verified = step_ops(slots.device).verify_padded(*inputs)
         if bucket.nodes > 1:
             self._kv.commit(kv_slots, verified.outcome)
-        if uses_triton(slots.device):
-            from specray.ops.gpu import steps
-
-            steps.commit(self._table.arena, self._outcome_of(bucket), slots, verified.outcome)
-            return
-        self._table.ops.append(slots, verified.outcome)
-        self._outcome_of(bucket).copy_(verified.outcome)
+        self._ops.commit(slots, verified.outcome, self._outcome_of(bucket))
 
     def draft(self, bucket: Bucket, drafter: DeviceDrafter, is_sampled: bool) -> None:
         """Draft for the next step after `verify`."""

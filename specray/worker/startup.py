@@ -13,9 +13,9 @@ from specray.models.compilation import compile_layers
 from specray.models.files import target_folder
 from specray.models.target_model import TargetModel
 from specray.models.tokenizer import eos_token_ids, load_tokenizer
-from specray.ops.cpu.library import kernels
 from specray.ops.cpu.processor import cpu_identity
-from specray.ops.cpu.threads import num_threads, use_threads
+from specray.ops.cpu.threads import num_threads
+from specray.ops.device_ops import ops_on
 from specray.ops.graphs import make_graphs
 from specray.ops.linear import fixed_order
 from specray.spec_decode import make_drafter
@@ -65,7 +65,7 @@ def start_worker(
     """
     device = choose_device(config, rank)
     if device.type == "cpu":
-        use_threads(config.num_threads or max(1, len(os.sched_getaffinity(0)) // world_size))
+        ops_on(device).use_threads(config.num_threads or max(1, len(os.sched_getaffinity(0)) // world_size))
     folder = target_folder(config, progress=progress)
     group = RankGroup(rank, world_size, init_method, device, config.deterministic)
     placement: DraftPlacement = "inline" if colocate is None else colocate.placement
@@ -78,7 +78,7 @@ def start_worker(
     eos_ids = eos_token_ids(folder, tokenizer)
     drafts: DraftSource
     if colocate is not None and group.leads:
-        drafts = RemoteDrafts(colocate, ring_limits(config, target.model), table)
+        drafter, drafts = None, RemoteDrafts(colocate, ring_limits(config, target.model), table)
     else:
         if drafter is None and group.leads:
             with fixed_order(config.deterministic):
@@ -93,7 +93,7 @@ def start_worker(
         follow(drafts, broadcast_sizes(group, DraftSizes.of(drafts)))
     compile_target(config, target, drafts.max_draft_tokens, progress)
     backend: StepBackend = make_backend(target.runner, table, group, sampler)
-    graphs, without_graphs = _capture(config, target.runner, table, drafts, sampler)
+    graphs, without_graphs = _capture(config, target.runner, table, drafts, drafter, sampler)
     if graphs is not None:
         backend = GraphBackend(graphs, make_backend(target.runner, table, group, sampler), table, sampler)
     capacity = Capacity(
@@ -107,7 +107,7 @@ def start_worker(
         hardware=_hardware(device),
         has_one_text=target.has_one_text,
         without_graphs=tuple(without_graphs),
-        lacks_cpu_kernels=device.type == "cpu" and kernels() is None,
+        lacks_cpu_kernels=device.type == "cpu" and ops_on(device).name != "cpu",
         mixed_prefill_tokens=mixed_prefill_tokens(config, is_gpu=device.type == "cuda"),
     )
     return Worker(
@@ -139,16 +139,23 @@ def mixed_prefill_tokens(config: EngineConfig, is_gpu: bool) -> int:
 
 @torch.inference_mode()
 def _capture(
-    config: EngineConfig, runner: ModelRunner, table: RequestTable, drafts: DraftSource, sampler: NodeSampler
+    config: EngineConfig,
+    runner: ModelRunner,
+    table: RequestTable,
+    drafts: DraftSource,
+    drafter: Drafter | None,
+    sampler: NodeSampler,
 ) -> tuple[DecodeGraphs | None, list[str]]:
-    """(the graphs of decode steps, None where there are none; what runs without graphs, and why)."""
+    """(the graphs of decode steps, None where there are none; what runs without graphs, and why).
+
+    `drafter` is that of `drafts`, if it runs in this process.
+    """
     graphs = None if config.disable_cuda_graph else make_graphs(table.device, config.attention_backend)
     if graphs is None:
         return None, []
     if (reason := runner.reason_without_graphs) is not None:
         return None, _logged([f"decode steps: {reason}"])
     rows = min(config.cuda_graph_max_bs or config.max_running_requests, config.max_running_requests)
-    drafter = drafts.drafter if isinstance(drafts, InlineDrafts) else None
     recorded, without = None, []
     if not is_padded(sampler):
         drafter, without = None, [f"verification and drafts: {WALKS}"]

@@ -13,7 +13,6 @@ from specray.config import SpeculativeConfig
 from specray.layers.compiled import CompiledLayers
 from specray.llm import LLM
 from specray.models.causal_lm import CausalLM
-from specray.ops.cpu.library import kernels
 from specray.outputs import Completion
 from specray.sampling_params import SamplingParams
 from specray.step import UNLIMITED, DraftLimit
@@ -59,9 +58,7 @@ class Engine:
 def torchs_operations() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPECRAY_KERNELS", "torch")
-        kernels.cache_clear()
         yield
-    kernels.cache_clear()
 
 
 @pytest.fixture(

@@ -48,7 +48,7 @@ def test_tokens_are_those_of_the_largest_logits(
         runner.wait(number)
         assert isinstance(whole.logits, torch.Tensor)
         assert isinstance(found.logits, LargestLogits)
-        assert torch.equal(found.logits.token_ids, argmax(whole.logits))
+        assert torch.equal(found.logits.token_ids, whole.logits.argmax(-1))
         compared.append(len(whole.logits))
         return number, found
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from specray.ops.cpu.library import kernels
 from specray.ops.graphs import Graphs
 from tests.support.host_reads import reads
 
@@ -148,9 +147,7 @@ def recorded_graphs() -> Iterator[list[RecordedGraphs]]:
         patch.setenv("SPECRAY_KERNELS", "torch")
         for user in ("startup", "remote_drafter.server"):
             patch.setattr(f"specray.worker.{user}.make_graphs", make)
-        kernels.cache_clear()
         yield graphs
-    kernels.cache_clear()
 
 
 @contextmanager

@@ -8,7 +8,6 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from specray.ops.cpu.library import kernels
 from specray.spec_decode.draft_tree import NONE, DraftTree, TreeLists
 from specray.spec_decode.pending_trees import PendingTrees
 from specray.spec_decode.request_table import RequestTable
@@ -25,9 +24,7 @@ def both(run: Callable[[], Any], others: str = "triton") -> tuple[Any, Any]:
     for wanted in ("torch", others):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("SPECRAY_KERNELS", wanted)
-            kernels.cache_clear()
             found.append(run())
-    kernels.cache_clear()
     return found[0], found[1]
 
 

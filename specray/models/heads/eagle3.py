@@ -27,7 +27,7 @@ from specray.models.target_matrices import TargetMatrices
 from specray.ops.attention import Attend
 from specray.ops.cpu.matrix import PackedMatrix
 from specray.ops.cpu.packed_network import Fusion
-from specray.ops.gpu import uses_triton
+from specray.ops.device_ops import ops_on
 from specray.ops.grouped_weight import Weight
 
 MASK = "mask_hidden"
@@ -120,7 +120,8 @@ class Eagle3Head(EagleHead):
         rotary = load_rotary(config, shape, loader, shared.max_positions)
         parts = ServedParts(shape, rotary, loader)
         self._net = net = Eagle3(config, names, parts, len(layers), shared.shape.hidden_size)
-        self._joins_in_triton = uses_triton(shared.device) and embedding.group.size == 1
+        self._ops = ops = ops_on(shared.device)
+        self._joined_norms = ops.pack_norm(net.token_norm.weight), ops.pack_norm(net.state_norm.weight)
         states = StateLayers(net.token_norm, net.state_norm, None, residual_is_normed=net.residual_is_normed)
         self.network = tree_network(
             net.layers.fused,
@@ -139,13 +140,11 @@ class Eagle3Head(EagleHead):
         return self._net.fuse(aux_hidden_states.to(self.dtype))
 
     def __call__(self, token_ids: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        if not self._joins_in_triton:
-            return self._net(self._embedding(token_ids), states, positions, attend)
-        from specray.ops.gpu import layers
-
         net = self._net
-        norms, eps, keeps = (net.token_norm.weight, net.state_norm.weight), net.state_norm.eps, net.residual_is_normed
-        x, normed = layers.join_normed(token_ids, self._embedding.weight, states, norms, eps, keeps=keeps)
+        if self._embedding.group.size > 1:
+            return net(self._embedding(token_ids), states, positions, attend)
+        parts = (token_ids, self._embedding.weight, states, self._joined_norms, net.state_norm.eps)
+        x, normed = self._ops.join_normed(*parts, keeps=net.residual_is_normed)
         return net.layers(x, states if normed is None else normed, positions, attend)
 
     def recur(self, output: Tensor) -> Tensor:

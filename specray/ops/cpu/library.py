@@ -8,8 +8,6 @@ from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from specray.ops.cpu.build import BuildError, build
 from specray.ops.cpu.structs import (
     ArenaStruct,
@@ -124,18 +122,16 @@ class Kernels:
         return function
 
 
-def kernels_on(device: torch.device) -> Kernels | None:
-    """The kernels if they compute on `device`: on a CPU, where they are there."""
-    return kernels() if device.type == "cpu" else None
-
-
-@functools.cache
 def kernels() -> Kernels | None:
     """The kernels, or None where they are switched off or cannot be compiled, which is logged once.
 
     SPECRAY_KERNELS=torch switches them off. triton does so too: then `specray.ops.gpu` runs in Triton's interpreter.
     """
-    wanted = os.environ.get("SPECRAY_KERNELS", "auto")
+    return _kernels(os.environ.get("SPECRAY_KERNELS", "auto"))
+
+
+@functools.cache
+def _kernels(wanted: str) -> Kernels | None:
     if wanted not in ("auto", "torch", "triton"):
         raise ValueError(f"SPECRAY_KERNELS={wanted!r} is not known; set it to auto, torch or triton, or leave it out")
     reason = f"SPECRAY_KERNELS={wanted}"

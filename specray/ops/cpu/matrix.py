@@ -25,7 +25,7 @@ class PackedMatrix:
 
     def __init__(self, kernels: Kernels, weight: Weight, bias: Tensor | None = None) -> None:
         self.columns, self.ins = weight.shape
-        self._kernels = kernels
+        self.kernels = kernels
         self._packed = pack(kernels, [weight], bias)
         self.struct = self._packed.struct
 
@@ -37,7 +37,7 @@ class PackedMatrix:
         """A screen of this matrix, which was packed from `weight`; None if it is quantised or has a bias."""
         if not isinstance(weight, Tensor) or self.struct.kind != FLOAT_TYPES[weight.dtype] or self.struct.bias:
             return None
-        return Screen.of(self._kernels, weight)
+        return Screen.of(self.kernels, weight)
 
     def largest(self, x: Tensor, screen: Screen) -> Tensor:
         """float32 [T, out], of which only the largest of each row are exact, if `screen` is this matrix's."""
@@ -45,12 +45,12 @@ class PackedMatrix:
         y = torch.empty(len(x), self.columns)
         rows = (pointer(x), FLOAT_TYPES[x.dtype], len(x), pointer(y))
         threads = num_threads(screen.num_bytes)
-        self._kernels.largest(ctypes.byref(self.struct), ctypes.byref(screen.struct), *rows, self.columns, threads)
+        self.kernels.largest(ctypes.byref(self.struct), ctypes.byref(screen.struct), *rows, self.columns, threads)
         return y
 
     def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """`dtype` is that of the result, by default x's."""
-        return _rows(self._kernels.linear, self, x, dtype or x.dtype)
+        return _rows(self.kernels.linear, self, x, dtype or x.dtype)
 
 
 class GatedMatrix:
@@ -61,7 +61,7 @@ class GatedMatrix:
     def __init__(self, kernels: Kernels, gate: Weight, up: Weight) -> None:
         assert gate.shape == up.shape, (gate.shape, up.shape)
         self.columns, self.ins = gate.shape
-        self._kernels = kernels
+        self.kernels = kernels
         self._packed = pack(kernels, [gate, up])
         self.struct = self._packed.struct
 
@@ -70,7 +70,7 @@ class GatedMatrix:
         return len(self._packed.data)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return _rows(self._kernels.gated, self, x, x.dtype)
+        return _rows(self.kernels.gated, self, x, x.dtype)
 
 
 def _rows(function: Any, matrix: PackedMatrix | GatedMatrix, x: Tensor, dtype: torch.dtype) -> Tensor:

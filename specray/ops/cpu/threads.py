@@ -8,23 +8,21 @@ from contextlib import contextmanager
 
 import torch
 
-from specray.ops.cpu.library import kernels
-
 _count: int | None = None
 _SMALL = 6 << 20  # bytes of weights that one thread has nearly read by the time another has woken up
 
 
-def use_threads(count: int) -> None:
-    """Compute on `count` threads, with the kernels if they are there, else with torch."""
+def use_kernel_threads(count: int) -> None:
+    """Compute on `count` threads with the kernels, and on one with torch."""
     global _count  # like torch's, a setting of the process
     _count = count
-    torch.set_num_threads(count if kernels() is None else 1)
+    torch.set_num_threads(1)
 
 
 def num_threads(num_bytes: int | None = None) -> int:
     """Threads of a call of the kernels that reads `num_bytes` of weights.
 
-    torch's number if `use_threads` was never called; one for little work.
+    torch's number if `use_kernel_threads` was never called; one for little work.
     """
     if num_bytes is not None and num_bytes < _SMALL:
         return 1

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,11 +13,10 @@ from specray.ops.cpu import sampling as cpu_sampling
 from specray.ops.cpu import threads
 from specray.ops.cpu.library import Kernels, kernels
 from specray.ops.cpu.matrix import GatedMatrix, PackedMatrix
-from specray.ops.cpu.norm import rms_norm
+from specray.ops.cpu.ops import CpuOps
 from specray.ops.cpu.pointer import pointer
 from specray.ops.cpu.structs import check_layouts, layouts
 from specray.ops.grouped_weight import GroupedWeight, Weight, concatenated, to_int4, to_int8
-from specray.ops.largest_logits import top_probs
 from specray.ops.noise import gumbel, noise_keys
 from specray.ops.sampling_state import SamplingBatch, SamplingState
 from tests.support.distributions import OPTIONS
@@ -150,17 +148,18 @@ def test_rounded_weights_are_close(to_groups: Callable[[Tensor], GroupedWeight],
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [1, 24, 576, 1000])
-def test_norms_are_close_to_float64(dtype: torch.dtype, size: int) -> None:
+def test_norms_are_close_to_float64(own: Kernels, dtype: torch.dtype, size: int) -> None:
     x, weight = (random(5, 2, size) * 3).to(dtype), random(size)
     exact = torch.nn.functional.rms_norm(x.double(), (size,), weight.double(), 1e-5)
     precision = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}[dtype]
-    torch.testing.assert_close(rms_norm(x, weight, 1e-5).double(), exact, rtol=precision, atol=1e-6)
+    torch.testing.assert_close(CpuOps(own).rms_norm(x, weight, 1e-5).double(), exact, rtol=precision, atol=1e-6)
 
 
-def test_parts_are_normed_with_their_own_weights() -> None:
-    x, weights = random(5, 3 * 20), random(3, 20)
-    parts = [rms_norm(part.contiguous(), weight, 1e-5) for part, weight in zip(x.chunk(3, -1), weights, strict=True)]
-    assert torch.equal(rms_norm(x, weights, 1e-5), torch.cat(parts, -1))
+def test_parts_are_normed_with_their_own_weights(own: Kernels) -> None:
+    ops, x, weights = CpuOps(own), random(5, 3 * 20), random(3, 20)
+    pairs = zip(x.chunk(3, -1), weights, strict=True)
+    parts = [ops.rms_norm(part.contiguous(), weight, 1e-5) for part, weight in pairs]
+    assert torch.equal(ops.norm_parts(x, weights, 1e-5), torch.cat(parts, -1))
 
 
 @pytest.mark.parametrize("size", [1, 15, 16, 1000])
@@ -199,24 +198,24 @@ def test_tokens_are_those_that_torch_chooses(
     keys = noise_keys(batch.seeds, torch.arange(len(logits)))
     tokens = cpu_sampling.sample(own, logits, batch, keys)
     assert cpu_sampling.sample(own, logits[:0]).shape == (0,)
-    monkeypatch.setattr(sampling, "kernels_on", Mock(return_value=None))
+    monkeypatch.setenv("SPECRAY_KERNELS", "torch")
     assert torch.equal(tokens, sampling.sample(logits, batch, keys))
 
 
 @pytest.mark.parametrize("count", [1, 3, 10])
 @pytest.mark.parametrize("size", [10, 63, 64, 1000])
-def test_the_most_probable_tokens_are_those_of_a_stable_sort(size: int, count: int) -> None:
+def test_the_most_probable_tokens_are_those_of_a_stable_sort(own: Kernels, size: int, count: int) -> None:
     logits = (random(4, 2, size) * 4).round() / 2  # with ties
-    probs, indexes = top_probs(logits, count)
+    probs, indexes = CpuOps(own).top_probs(logits, count)
     order = logits.sort(dim=-1, descending=True, stable=True).indices[..., :count]
     assert torch.equal(indexes, order)
     torch.testing.assert_close(probs, logits.softmax(-1).gather(-1, order))
 
 
-def test_the_top_probabilities_of_a_row_with_nan_have_nan_probabilities() -> None:
+def test_the_top_probabilities_of_a_row_with_nan_have_nan_probabilities(own: Kernels) -> None:
     logits = random(3, 200)
     logits[1, 150] = math.nan
-    probs, _ = top_probs(logits, 4)
+    probs, _ = CpuOps(own).top_probs(logits, 4)
     assert probs[1].isnan().all()
     assert probs[[0, 2]].isfinite().all()
 

@@ -14,7 +14,7 @@ from specray.errors import ConfigError
 from specray.layers.moe import Expert, ExpertList
 from specray.layers.parallel import RankGroup
 from specray.models.registry import load_model
-from specray.ops.gpu import groups_experts
+from specray.ops.device_ops import groups_experts
 from specray.ops.gpu.experts import ROWS, GroupedExperts, expert_blocks
 from specray.spec_decode import mtp
 from tests.support.architectures import write_architecture

@@ -79,7 +79,6 @@ def test_more_rows_other_types_and_other_sizes_are_torchs(monkeypatch: pytest.Mo
 
 def test_linear_layers_are_made_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECRAY_KERNELS", "triton")
-    monkeypatch.setattr("specray.ops.linear.kernels", lambda: None)
     weight, x = numbers(8, INS, dtype=torch.bfloat16), numbers(3, INS, dtype=torch.bfloat16)
     linear, gated = make_linear(weight), make_gated(weight[:4], weight[4:])
     assert isinstance(linear, GpuMatrix)

@@ -54,7 +54,6 @@ def test_the_tile_depends_on_the_matrix_alone() -> None:
 
 def test_linear_layers_take_it_where_the_order_is_fixed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECRAY_KERNELS", "triton")
-    monkeypatch.setattr("specray.ops.linear.kernels", lambda: None)
     weight, x = torch.randn(6, 8), torch.randn(3, 8)
     plain = make_linear(weight), make_gated(weight, weight)
     with fixed_order(True):

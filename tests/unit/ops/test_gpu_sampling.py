@@ -11,6 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from specray.ops import filters
 from specray.ops import sampling as torch_sampling
 from specray.ops.gpu import sampling
 from specray.ops.noise import gumbel, noise_keys
@@ -33,8 +34,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def torchs_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference is torch's, not the CPU kernels'."""
-    for module in ("argmax", "sampling"):
-        monkeypatch.setattr(f"specray.ops.{module}.kernels_on", lambda _: None)
+    monkeypatch.setenv("SPECRAY_KERNELS", "torch")
 
 
 seeds = st.integers(-(2**63), 2**63 - 1)
@@ -126,7 +126,7 @@ def test_filters_keep_the_tokens_that_torch_keeps(chosen: list[Row]) -> None:
     rows = sampling.independent(logits)
     lowest = sampling._find_lowest((logits, logits, rows.starts, rows.num_nodes), (SIZE, 0, 1), batch, None)
     scaled = logits / batch.temperature[:, None]
-    expected = torch_sampling.scores(logits, batch)
+    expected = filters.scores(logits, batch)
     assert torch.equal(scaled.masked_fill(scaled < lowest[:, None], -torch.inf), expected)
 
 
@@ -157,12 +157,12 @@ def test_drafts_have_the_targets_noise_and_its_ids(seed: int, has_ids: bool, is_
     logits[2, seed % SIZE] = [1.0, math.nan, math.inf][seed % 3]
     ids = torch.randperm(500, generator=generator)[:SIZE] if has_ids else None
     heat, seeds, ends = torch.tensor([0.0, 0.7, 1.5]), torch.tensor([1, seed, -seed]), torch.tensor([4, 9, 2])
-    noise = TreeNoise(None, heat, seeds, ends, 3) if is_sampled else None
+    noise = TreeNoise(heat, seeds, ends, 3) if is_sampled else None
     rows = sampling.independent(logits)
     for level in range(3):
         scores = logits if noise is None else noise.added(logits[:, None], level, ids)[:, 0]
         value, column = scores.max(-1)
-        keys = None if noise is None else noise.keys_on_gpu[level]
+        keys = None if noise is None else noise.keys[level]
         found = sampling.choose_drafts(rows, None if noise is None else heat, keys, ids)
         assert found.tokens.tolist() == (column if ids is None else ids[column]).tolist()
         assert (found.is_finite > 0).tolist() == value.isfinite().tolist()
@@ -179,10 +179,10 @@ def test_the_noise_of_a_level_of_trees_is_that_of_torch(seed: int, has_ids: bool
         torch.tensor([1, seed, -seed]),
         torch.tensor([4, 9, 2]),
     )
-    noise = TreeNoise(None, heat, seeds, ends, 2)
+    noise = TreeNoise(heat, seeds, ends, 2)
     for level in range(2):
         expected = noise.added(logits, level, ids)
-        found = sampling.with_noise(logits, heat, noise.keys_on_gpu[level], ids)
+        found = sampling.with_noise(logits, heat, noise.keys[level], ids)
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-6)
         assert torch.equal(found[0], logits[0])
 
@@ -199,7 +199,7 @@ def test_bisection_of_any_width_ends_at_the_same_logit(pivots: int, monkeypatch:
     batch = batch_of([OPTIONS._replace(top_k=9), OPTIONS._replace(top_p=0.7)])
     rows = sampling.independent(logits)
     lowest = sampling._find_lowest((logits, logits, rows.starts, rows.num_nodes), (SIZE, 0, 1), batch, None)
-    assert torch.equal(logits.masked_fill(logits < lowest[:, None], -torch.inf), torch_sampling.scores(logits, batch))
+    assert torch.equal(logits.masked_fill(logits < lowest[:, None], -torch.inf), filters.scores(logits, batch))
 
 
 def test_a_choice_does_not_depend_on_other_rows() -> None:

@@ -12,8 +12,8 @@ pytest.importorskip("triton")
 
 from specray.ops.gpu import steps
 from specray.spec_decode.draft_tree import NONE, DraftTree, TreeLists
+from specray.spec_decode.torch_step_ops import TorchTable
 from specray.spec_decode.verify_batch import VerifyOutput
-from specray.worker.padded_input import extend_input, tree_input
 from tests.support.step_cases import MAX_TOKENS, SLOTS, batches, both, compare_pending_trees, random_table
 from tests.support.verify_cases import trees
 
@@ -24,11 +24,13 @@ PADDING_KV_SLOT = 999
 @settings(max_examples=30)
 def test_the_input_of_trees(batch: tuple[int, Tensor, DraftTree]) -> None:
     seed, slots, tree = batch
-    table, (rows, width) = random_table(seed, 1), tree.tokens.shape
+    rows, width = tree.tokens.shape
 
     def run() -> list[Tensor]:
         kept = torch.zeros(rows, 1 + width, dtype=torch.int64)
-        token_ids, positions, attention = tree_input(table, slots, tree, PADDING_KV_SLOT, kept)
+        ops = random_table(seed, 1).ops  # it chooses the kernels
+        assert isinstance(ops, TorchTable)
+        token_ids, positions, attention = ops.tree_input(slots, tree, PADDING_KV_SLOT, kept)
         paths = attention.paths.masked_fill(torch.arange(width + 1) >= attention.path_lengths[:, None], 0)
         lens = (attention.prefix_lens, attention.rows, attention.path_lengths, attention.slot_mapping)
         return [token_ids, positions, *lens, paths, kept]
@@ -39,13 +41,15 @@ def test_the_input_of_trees(batch: tuple[int, Tensor, DraftTree]) -> None:
 @given(st.integers(0, 99), st.integers(1, 9), st.data())
 @settings(max_examples=20)
 def test_the_input_of_a_draft_head(seed: int, width: int, data: st.DataObject) -> None:
-    table, num_nodes = random_table(seed, 12), width + data.draw(st.integers(0, 3))
+    num_nodes = width + data.draw(st.integers(0, 3))
     slots = torch.tensor([*data.draw(st.permutations(range(SLOTS)))[:3], SLOTS])
     counts = torch.tensor([[data.draw(st.integers(0, width)), 7] for _ in range(3)] + [[0, 7]])[:, 0]
     nodes = torch.randint(0, num_nodes, (4, num_nodes + 2))[:, 1 : num_nodes + 1]
 
     def run() -> list[Any]:
-        found = extend_input(table, slots, counts, nodes, width, PADDING_KV_SLOT, 5)
+        ops = random_table(seed, 12).ops
+        assert isinstance(ops, TorchTable)
+        found = ops.padded_extend(slots, counts, nodes, width, PADDING_KV_SLOT, 5)
         attention = found.attention
         assert attention.window == 5
         parts = (attention.prefix_lens, attention.rows, attention.path_lengths, attention.slot_mapping)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from specray.ops import sampling
+from specray.ops import filters
 from specray.ops.sampling_state import SamplingBatch, SamplingState
 from specray.step import SamplingOptions
 from tests.support.distributions import MAX_Z, OPTIONS, processed_probs, worst_z
@@ -140,15 +139,15 @@ def test_an_incorrect_sampler_is_detected(mutant: Sampler, options: dict[str, An
 
 @pytest.mark.parametrize("shift", [-1, 1])
 def test_a_nucleus_off_by_one_token_is_detected(shift: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    lowest_kept = sampling._lowest_kept
+    lowest_kept = filters._lowest_kept
 
     def shifted(scaled: Tensor, batch: SamplingBatch, prefix: int) -> Tensor:
         ranked = scaled.sort(descending=True).values
         num_kept = (ranked >= lowest_kept(scaled, batch, prefix)).sum(-1, keepdim=True)
         return ranked.gather(1, num_kept - 1 + shift)
 
-    monkeypatch.setattr(sampling, "kernels_on", Mock(return_value=None))
-    monkeypatch.setattr(sampling, "_lowest_kept", shifted)
+    monkeypatch.setenv("SPECRAY_KERNELS", "torch")
+    monkeypatch.setattr(filters, "_lowest_kept", shifted)
     assert worst_z_of(sample_rows, CASES["top-p"], 20_000) > MAX_Z
 
 
@@ -274,4 +273,4 @@ def test_ties_at_the_edge_of_a_filter_are_kept(options: dict[str, Any]) -> None:
 
 def kept_by(options: SamplingOptions, logits: Tensor) -> Tensor:
     """bool [V]: the tokens that the filters keep, for the logits [1, V] of one row."""
-    return sampling.scores(logits, SamplingBatch.of([SamplingState(options)], CPU))[0].isfinite()
+    return filters.scores(logits, SamplingBatch.of([SamplingState(options)], CPU))[0].isfinite()

@@ -1,12 +1,10 @@
 """Masks of a grammar on logits: the kernel and torch set the same logits to minus infinity."""
 
-from unittest.mock import Mock
-
 import pytest
 import torch
 
-from specray.ops import token_mask
-from specray.ops.token_mask import forbid_masked, num_words
+from specray.ops.device_ops import ops_on
+from specray.ops.token_mask import num_words
 from tests.support.sampling import mask_of
 
 
@@ -16,7 +14,7 @@ def test_forbidden_tokens_are_minus_infinity(
     vocab_size: int, uses_kernels: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not uses_kernels:
-        monkeypatch.setattr(token_mask, "kernels_on", Mock(return_value=None))
+        monkeypatch.setenv("SPECRAY_KERNELS", "torch")
     generator = torch.Generator().manual_seed(vocab_size)
     logits = torch.randn(7, vocab_size, generator=generator)
     allowed = torch.rand(5, vocab_size, generator=generator) < 0.5
@@ -25,5 +23,5 @@ def test_forbidden_tokens_are_minus_infinity(
     expected[rows] = expected[rows].masked_fill(~allowed, -torch.inf)
     mask = mask_of(allowed, rows)
     assert mask.bits.shape == (5, num_words(vocab_size))
-    forbid_masked(logits, mask)
+    ops_on(logits.device).forbid(logits, *mask)
     assert torch.equal(logits, expected)

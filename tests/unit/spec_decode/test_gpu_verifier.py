@@ -13,26 +13,27 @@ from specray.ops.gpu import kv, sampling
 from specray.ops.noise import noise_keys
 from specray.ops.sampling_state import SamplingBatch
 from specray.ops.shard_sampling import best_of, packed
-from specray.spec_decode import verifier
 from specray.spec_decode.draft_tree import NONE, DraftTree, TreeLists
-from specray.spec_decode.gpu_verifier import choose_on_gpu, verify_on_gpu, verify_padded_on_gpu, walk_on_gpu
 from specray.spec_decode.node_sampler import coupled
+from specray.spec_decode.torch_step_ops import TorchStepOps
+from specray.spec_decode.triton_step_ops import TritonStepOps
 from specray.spec_decode.verify_batch import VerifyInput, VerifyOutput
 from tests.support.distributions import OPTIONS
 from tests.support.sampling import CPU, state_of
 from tests.support.verify_cases import VOCAB_SIZE, inputs, known
 
+TRITON, TORCH = TritonStepOps(), TorchStepOps(CPU)
+
 
 @pytest.fixture(autouse=True)
 def torchs_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("argmax", "sampling"):
-        monkeypatch.setattr(f"specray.ops.{module}.kernels_on", lambda _: None)
+    monkeypatch.setenv("SPECRAY_KERNELS", "torch")
 
 
 @given(inputs())
 @settings(max_examples=15)
 def test_the_walk_is_that_of_torch(batch: VerifyInput) -> None:
-    assert known(verify_on_gpu(batch)) == known(verifier._verify_at_once(batch, None))
+    assert known(TRITON.verify(batch)) == known(TORCH.verify(batch))
 
 
 @given(inputs())
@@ -49,8 +50,8 @@ def test_trees_in_padded_rows_give_the_same_walk(batch: VerifyInput) -> None:
     num_nodes, lengths = torch.cat((tree.num_nodes, torch.tensor([0]))), torch.cat((batch.lengths, torch.tensor([0])))
     made = DraftTree(tokens, parents, num_nodes, tree.max_depth)
     is_sampled = any(state.is_sampled for state in batch.sampling.states)
-    walked = verify_padded_on_gpu(padded.flatten(0, 1), made, options, lengths, is_sampled, coupled)
-    assert known(walked) == [*known(verifier._verify_at_once(batch, None)), ([], [])]
+    walked = TRITON.verify_padded(padded.flatten(0, 1), made, options, lengths, is_sampled, coupled)
+    assert known(walked) == [*known(TORCH.verify(batch)), ([], [])]
 
 
 @given(inputs())
@@ -98,13 +99,13 @@ def test_equal_logits_choose_the_lowest_id_and_the_first_of_equal_siblings() -> 
     tree = DraftTree.from_lists([TreeLists([3, 0, 0, 1], [NONE, 0, 0, 1])])
     states = [state_of(OPTIONS._replace(temperature=0.0), size=VOCAB_SIZE)]
     batch = VerifyInput(torch.zeros(4, VOCAB_SIZE), tree, [4], SamplingBatch.of(states, CPU), torch.tensor([1]))
-    assert known(verify_on_gpu(batch)) == [([0, 0], [0, 1])]
+    assert known(TRITON.verify(batch)) == [([0, 0], [0, 1])]
 
 
 @given(inputs())
 @settings(max_examples=6)
 def test_the_best_token_of_all_shards_is_that_of_the_whole_vocabulary(batch: VerifyInput) -> None:
     shards = batch.logits.split(3, 1)
-    choices = [choose_on_gpu(batch._replace(logits=part), 3 * rank) for rank, part in enumerate(shards)]
+    choices = [TRITON.choose(batch._replace(logits=part), 3 * rank) for rank, part in enumerate(shards)]
     best = best_of(torch.stack([packed(choice) for choice in choices], 1))
-    assert known(walk_on_gpu(batch.tree, best)) == known(verify_on_gpu(batch))
+    assert known(TRITON.accept(batch.tree, best)) == known(TRITON.verify(batch))

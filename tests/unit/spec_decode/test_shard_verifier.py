@@ -13,10 +13,11 @@ from torch import Tensor
 from specray.layers.linear import VocabHead
 from specray.layers.parallel import RankGroup
 from specray.spec_decode.node_sampler import NodeBatch, NodeSampler, coupled
-from specray.spec_decode.node_verifier import verify_padded
 from specray.spec_decode.shard_verifier import verify_padded_shards, verify_shards
+from specray.spec_decode.step_ops import step_ops
 from specray.spec_decode.verifier import verify
 from specray.spec_decode.verify_batch import VerifyInput, VerifyOutput
+from tests.support.sampling import CPU
 from tests.support.verify_cases import FILTERED, VOCAB_SIZE, inputs, known
 
 
@@ -83,8 +84,7 @@ def test_the_outcome_is_that_of_all_logits(size: int, data: st.DataObject) -> No
 @settings(max_examples=20)
 def test_torchs_operations_agree_on_shards_too(batch: VerifyInput) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("ops.largest_logits", "ops.sampling", "ops.shard_sampling", "spec_decode.verifier"):
-            patch.setattr(f"specray.{module}.kernels_on", lambda _: None)
+        patch.setenv("SPECRAY_KERNELS", "torch")
         assert known(verify_on_ranks(3, batch)[0]) == known(verify(batch))
 
 
@@ -112,7 +112,7 @@ def test_padded_steps_agree_and_gather_the_logits_for_filters_only(data: st.Data
 
     with ThreadPoolExecutor(2) as pool:
         outputs = list(pool.map(run, range(2)))
-    expected = verify_padded(logits, tree, batch.sampling, batch.lengths, is_sampled, coupled)
+    expected = step_ops(CPU).verify_padded(logits, tree, batch.sampling, batch.lengths, is_sampled, coupled)
     assert known(outputs[0]) == known(outputs[1]) == known(expected)
     three_numbers = 2 * 3 * tree.tokens.numel()
     assert (ranks.num_exchanged == three_numbers) == (not (is_sampled and is_filtered))

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from specray.ops import sampling
 from specray.ops.noise import noise_keys
 from specray.ops.sampling_state import SamplingBatch, SamplingState
 from specray.spec_decode import depth_walk, node_sampler, verifier
@@ -175,7 +174,7 @@ def test_three_tokens_have_the_targets_joint_distribution(draw: Any) -> None:
 
 def test_noise_shared_by_adjacent_depths_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     true_keys = depth_walk.noise_keys
-    monkeypatch.setattr(verifier, "kernels_on", Mock(return_value=None))
+    monkeypatch.setenv("SPECRAY_KERNELS", "torch")
     monkeypatch.setattr(depth_walk, "noise_keys", lambda seeds, positions: true_keys(seeds, positions // 2))
     assert worst_z(triples(random_tree, NUM_TEXTS), true_triples()) > MAX_Z
 
@@ -190,7 +189,7 @@ def test_noise_that_depends_on_drafts_is_detected(monkeypatch: pytest.MonkeyPatc
 
     tree, root = TreeLists([1, 2], [NONE, 0]), TreeLists([1], [NONE])
     plain = [verify_rows(MARKOV[:1], [root], [_state(s)], [9])[0].token_ids for s in range(50)]
-    monkeypatch.setattr(verifier, "kernels_on", Mock(return_value=None))
+    monkeypatch.setenv("SPECRAY_KERNELS", "torch")
     monkeypatch.setattr(node_sampler, "sample", by_call)
     drafted = [verify_rows(MARKOV[:2], [tree], [_state(s)], [9])[0].token_ids[:1] for s in range(50)]
     assert drafted != plain
@@ -216,8 +215,7 @@ def test_verification_at_once_and_by_depth_agree(rows: list[tuple[TreeLists, dic
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(verifier, "needs_walk", Mock(return_value=needs_walk))
             if not uses_kernels:
-                patch.setattr(verifier, "kernels_on", Mock(return_value=None))
-                patch.setattr(sampling, "kernels_on", Mock(return_value=None))
+                patch.setenv("SPECRAY_KERNELS", "torch")
             outputs.append(verify_rows(logits, [row[0] for row in rows], states, [4] * len(rows)))
     assert outputs[0] == outputs[1] == outputs[2]
 

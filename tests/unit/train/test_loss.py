@@ -1,7 +1,9 @@
 import pytest
 import torch
 
-from specray.ops.cpu.library import kernels_on
+from specray.ops import torch_ops
+from specray.ops.cpu.library import kernels
+from specray.ops.cpu.ops import CpuOps
 from specray.train import loss as module
 from specray.train.loss import Labels, soft_labels, soft_loss
 from specray.train.trained_parts import rms_norm
@@ -9,7 +11,7 @@ from specray.train.trained_parts import rms_norm
 
 @pytest.fixture
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_CHUNKS", {"cpu": 3})
+    monkeypatch.setattr(torch_ops, "_CHUNKS", {"cpu": 3})
     monkeypatch.setattr(module, "_BLOCK", 7)
 
 
@@ -17,7 +19,7 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def _computing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the CPU kernels, where they are there, and without."""
     if request.param == "torch":
-        monkeypatch.setattr(module, "kernels_on", lambda _: None)
+        monkeypatch.setenv("SPECRAY_KERNELS", "torch")
 
 
 @pytest.mark.usefixtures("_small_chunks")
@@ -64,16 +66,16 @@ def test_soft_labels_are_renormalized_probabilities(dtype: torch.dtype, size: in
 @pytest.mark.parametrize("total_variation", [0.0, 0.8])
 def test_kernel_and_torch_agree_in_bfloat16(total_variation: float) -> None:
     """On logits of very different sizes. The gradients are rounded to bfloat16 once, the losses not at all."""
-    if (own := kernels_on(torch.device("cpu"))) is None:
+    if (own := kernels()) is None:
         pytest.skip("compares the kernel with torch")
     torch.manual_seed(0)
     logits = (torch.randn(40, 333) * torch.logspace(-2, 2, 40)[:, None]).bfloat16()
     probs = (torch.randn(9, 333) * 5).softmax(-1).bfloat16()
     labels, label_of = Labels(probs, probs.argmax(-1)), torch.randint(0, 9, (40,))
     losses, agrees, by_kernel = torch.empty(40), torch.empty(40, dtype=torch.bool), logits.clone()
-    module._compare_with(own, by_kernel, labels, label_of, total_variation, losses, agrees)
+    CpuOps(own).compare_(by_kernel, (labels.probs, labels.best), label_of, total_variation, losses, agrees)
     in_float = logits.float()
-    expected = module._compare_chunk_(in_float, probs[label_of].float(), labels.best[label_of], total_variation)
+    expected = torch_ops._compare_chunk_(in_float, probs[label_of].float(), labels.best[label_of], total_variation)
     torch.testing.assert_close(losses, expected[0], rtol=1e-4, atol=1e-4)
     assert torch.equal(agrees, expected[1])
     torch.testing.assert_close(by_kernel, in_float.bfloat16(), rtol=1e-2, atol=1e-6)

@@ -2,7 +2,6 @@
 
 import logging
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +29,8 @@ from tests.support.toy import write_toy
 
 
 @pytest.fixture
-def torchs_operations(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def torchs_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECRAY_KERNELS", "torch")
-    kernels.cache_clear()
-    yield
-    kernels.cache_clear()
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """A worker on a GPU that is not there: no operation mixes devices, and the host reads only what a step may read."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +9,6 @@ import torch
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.errors import ConfigError
 from specray.ops.attention_torch import TorchAttention
-from specray.ops.cpu.library import kernels
 from specray.step import UNLIMITED, NewRequest, SamplingOptions, ScheduledRequest, StepPlan
 from specray.worker.loading import choose_device
 from specray.worker.remote_drafter.server import DraftServer, make_remote_drafter, remote_target_view
@@ -25,11 +23,9 @@ SAMPLED = GREEDY._replace(seed=7, temperature=0.8, top_p=0.9, top_k=20, min_p=0.
 
 
 @pytest.fixture(autouse=True)
-def torchs_operations(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def torchs_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's interpreter would read the tensors."""
     monkeypatch.setenv("SPECRAY_KERNELS", "torch")
-    yield
-    kernels.cache_clear()
 
 
 def prefill(chunk: int) -> StepPlan:

@@ -8,7 +8,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specray.ops.cpu.library import kernels
 from specray.spec_decode.draft_tree import NONE, DraftTree, TreeLists
 from specray.spec_decode.request_table import RequestTable
 from specray.step import UNLIMITED, NewRequest, ScheduledRequest, StepPlan
@@ -24,9 +23,7 @@ def kernels_of_the_step(request: pytest.FixtureRequest) -> Iterator[None]:
     """Each test with the CPU kernels and with torch's operations."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPECRAY_KERNELS", request.param)
-        kernels.cache_clear()
         yield
-    kernels.cache_clear()
 
 
 class Case(NamedTuple):
