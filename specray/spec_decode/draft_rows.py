@@ -17,7 +17,7 @@ from torch import Tensor
 from specray.ops.attention import Attend, AttentionBackend, AttentionBatch
 from specray.ops.ragged_index import RaggedIndex
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
-from specray.spec_decode.tree_noise import TreeNoise
+from specray.spec_decode.tree_noise import TreeNoise, tree_noise
 from specray.spec_decode.tree_shape import TreeShape
 
 
@@ -201,10 +201,10 @@ class ScheduledRows:
         return attend_at
 
     def limited(self, shape: TreeShape) -> TreeShape:
-        return limited(shape, self.requests)
+        return self.context.limited(shape, self.requests)
 
     def noise(self, num_levels: int) -> TreeNoise | None:
-        return noise_of(self.context, self.requests, self.slots, self.ends, num_levels)
+        return tree_noise(self.context, self.requests, self.slots, self.ends, num_levels)
 
     def _first(self, kv_slots: Tensor, kv_lens: list[int]) -> Prefix:
         """Of the requests that get a tree."""
@@ -241,22 +241,6 @@ class ScheduledRows:
             return table.kv_slots_at(row_slots, positions - 1)
 
         return ReadTokens(token_ids, positions, written, attend, last, before, Extras(are_extra, known))
-
-
-def limited(shape: TreeShape, requests: Sequence[DraftRequest]) -> TreeShape:
-    """The shape within the limits of these requests, of which there is one at least."""
-    return shape.limited(
-        max(request.draft_limit.num_steps for request in requests),
-        max(request.draft_limit.num_tokens for request in requests),
-    )
-
-
-def noise_of(
-    context: ProposeContext, requests: Sequence[DraftRequest], slots: Tensor, ends: Tensor, num_levels: int
-) -> TreeNoise | None:
-    """The noise of `requests`, whose `slots` and `ends` are int64 [B]; None if all are greedy."""
-    are_sampled = context.are_sampled(requests)
-    return TreeNoise.of(context.table, slots, ends, num_levels) if any(are_sampled) else None
 
 
 def by_layer(plans: Sequence[Attend]) -> Attend:

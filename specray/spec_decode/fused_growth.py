@@ -8,10 +8,10 @@ from specray.ops.cpu.attention import PagedAttention
 from specray.ops.cpu.steps import TableKernels
 from specray.ops.cpu.trees import CommittedTokens, GrownTrees, TreeLimits, TreeNetwork, TreeOptions, TreeRequests
 from specray.ops.sampling_state import GREEDY_BELOW
-from specray.spec_decode.draft_rows import DraftKV, DraftRows, ScheduledRows, limited, noise_of
+from specray.spec_decode.draft_rows import DraftKV, DraftRows, ScheduledRows
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
-from specray.spec_decode.tree_noise import TreeNoise
+from specray.spec_decode.tree_noise import TreeNoise, tree_noise
 from specray.spec_decode.tree_shape import TreeShape
 
 
@@ -49,12 +49,12 @@ class FusedDrafts:
         if (fused := self._fused(context, context.requests)) is None:
             return None
         network, attention = fused
-        shape = limited(self._kv.shape, context.requests)
+        shape = context.limited(self._kv.shape, context.requests)
         assert context.aux_hidden_states is not None
         read = context.aux_hidden_states if network.fuses else fuse(context.aux_hidden_states)
         committed = CommittedTokens(table, count, *context.bounds, read)
         slots, _, ends = (column[:count] for column in context.bounds)
-        options = self._options(noise_of(context, context.requests, slots, ends, shape.num_steps))
+        options = self._options(tree_noise(context, context.requests, slots, ends, shape.num_steps))
         return _tree(network.draft(attention, committed, self._limits(shape), options), shape)
 
     def _fused(

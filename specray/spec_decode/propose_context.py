@@ -9,6 +9,7 @@ from torch import Tensor
 
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.request_table import RequestTable
+from specray.spec_decode.tree_shape import TreeShape
 from specray.step import DraftLimit
 
 
@@ -57,6 +58,11 @@ class ProposeContext:
     def are_sampled(self, requests: Sequence[DraftRequest]) -> list[bool]:
         """Which requests have a temperature above 0."""
         return [self.table.states[request.slot].sampling.is_sampled for request in requests]
+
+    def limited(self, shape: TreeShape, requests: Sequence[DraftRequest]) -> TreeShape:
+        """`shape` within the limits of these requests, of which there is one at least."""
+        limits = [request.draft_limit for request in requests]
+        return shape.limited(max(limit.num_steps for limit in limits), max(limit.num_tokens for limit in limits))
 
     @cached_property
     def bounds(self) -> tuple[Tensor, Tensor, Tensor]:

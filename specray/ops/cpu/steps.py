@@ -1,6 +1,6 @@
 """The tensors of a step around its forward passes, each group in one call of the kernels.
 
-`specray.spec_decode.step_ops` says what each does. As torch's operations, some hundred on a few numbers for each
+`specray.spec_decode.torch_step_ops` says what each does. As torch's operations, some hundred on a few numbers for each
 request, they took a tenth of a step.
 """
 

@@ -1,7 +1,8 @@
 """Triton kernels for NVIDIA GPUs; `specray.ops.device_ops` chooses whether to use them.
 
-Each kernel has a twin in torch. Tests compare the two in Triton's interpreter on a CPU, and compile the kernels for
-GPUs. Modules with kernels are imported where they are used, because only machines with GPUs have triton.
+Each kernel computes what an operation of `TorchOps` or of `TorchStepOps` does. Tests compare the two in Triton's
+interpreter on a CPU, and compile the kernels for GPUs. Modules with kernels are imported where they are used, because
+only machines with GPUs have triton.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Element-wise operations of decoder layers on a GPU, each in one launch. Their twins in torch are in the layers."""
+"""Element-wise operations of decoder layers on a GPU, each in one launch. `TorchOps` says what they do."""
 
 import torch
 import triton

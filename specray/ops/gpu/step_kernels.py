@@ -72,7 +72,7 @@ def build_trees(
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """See `padded_input`. A node's path are the KV slots of its ancestors and its own, by depth."""
+    """See `TorchTable.tree_input`. A node's path are the KV slots of its ancestors and its own, by depth."""
     tree, node = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
     slot, count = tl.load(slots + tree), tl.load(num_nodes + tree)
     request = arena + slot * row_size

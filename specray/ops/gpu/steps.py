@@ -1,4 +1,4 @@
-"""The tensors of padded steps on a GPU, each group in one launch. Their twins in torch are where they are used."""
+"""The tensors of padded steps on a GPU, each group in one launch. `torch_step_ops` says what they do."""
 
 from collections.abc import Sequence
 
@@ -63,7 +63,7 @@ def tree_input(
     padding_kv_slot: int,
     kept: Tensor,
 ) -> tuple[Tensor, Tensor, PaddedBatch]:
-    """(token ids, positions, attention) of the trees' tokens and parents [B, N]; see `padded_input.tree_input`."""
+    """(token ids, positions, attention) of the trees' tokens and parents [B, N]; see `TorchTable.tree_input`."""
     tokens, parents = alike(*trees)
     num_trees, width = tokens.shape
     count = num_trees * width
@@ -122,7 +122,7 @@ def extend_input(
     padding_kv_slot: int,
     window: int | None,
 ) -> tuple[Tensor, Tensor, PaddedBatch, Tensor, Tensor, Tensor, Tensor]:
-    """The fields of `padded_input.ExtendInput` for `nodes` [B, N], of which the first `counts` [B] count."""
+    """The fields of `ExtendInput` for `nodes` [B, N], of which the first `counts` [B] count."""
     num_rows, num_nodes = nodes.shape
     count, device = num_rows * width, slots.device
     token_ids, positions, prefix_lens, rows, written, places, lengths = _columns(7, count, device)
@@ -160,7 +160,7 @@ def extend_input(
 
 
 class TritonTreeOps:
-    """See `specray.spec_decode.step_ops`."""
+    """See `TorchTrees`."""
 
     def take(self, pending: TreeTensors, wanted: TreesWanted, vocab_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         slots, roots, most, least = wanted
