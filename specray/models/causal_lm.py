@@ -23,8 +23,8 @@ from specray.models.target_model import BEFORE_FINAL_NORM, ModelShape, StepForwa
 from specray.ops.attention import Attend, AttentionBackend
 from specray.ops.cpu.attention import PagedAttend, PagedAttention
 from specray.ops.cpu.layers import FusedLayers
-from specray.ops.largest_logits import LargestLogits
 from specray.ops.layer_attention import LayerAttention
+from specray.ops.step_tensors import LargestLogits
 
 
 class CausalLM(nn.Module):

@@ -12,7 +12,7 @@ from specray.ops.cpu.layers import FusedLayers
 from specray.ops.cpu.packed_layers import EmbedAndHead
 from specray.ops.cpu.structs import ArenaStruct
 from specray.ops.cpu.verification import Verification
-from specray.ops.largest_logits import LargestLogits
+from specray.ops.step_tensors import LargestLogits
 
 
 class FusedForward:

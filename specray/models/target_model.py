@@ -8,8 +8,8 @@ from torch import Tensor
 
 from specray.layers.linear import VocabEmbedding, VocabHead
 from specray.ops.attention import Attend, AttentionBackend
-from specray.ops.largest_logits import LargestLogits
 from specray.ops.layer_attention import LayerAttention
+from specray.ops.step_tensors import LargestLogits
 
 BEFORE_FINAL_NORM = -1  # an index of aux hidden states, see TargetModel
 

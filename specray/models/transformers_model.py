@@ -34,8 +34,8 @@ from specray.models.transformers_skeleton import (
 from specray.models.transformers_weights import StoredNames, load_weights
 from specray.ops.attention import Attend, AttentionBackend
 from specray.ops.grouped_weight import Weight
-from specray.ops.largest_logits import LargestLogits
 from specray.ops.layer_attention import LayerAttention, pack_kv
+from specray.ops.step_tensors import LargestLogits
 
 
 def transformers_shape(config: PretrainedConfig, group: RankGroup) -> ModelShape:

@@ -1,4 +1,4 @@
-"""The request table, and draft trees that wait for the next step, as kernels and torch's operations take them."""
+"""Tensors of a step as kernels and torch's operations take them: the request table, trees that wait, largest logits."""
 
 from typing import NamedTuple
 
@@ -30,3 +30,9 @@ class RequestArena(NamedTuple):
     row_size: int
     kv_column: int
     length_column: int  # of the number of known tokens
+
+
+class LargestLogits(NamedTuple):
+    """The token of the largest logit of each of n rows, in place of the logits, for steps that need no more."""
+
+    token_ids: Tensor  # int64 [n]; -1 where logits are not finite

@@ -5,7 +5,7 @@ from torch import Tensor
 from specray.ops.cpu.library import Kernels
 from specray.ops.cpu.steps import TableKernels, TreeKernels
 from specray.ops.cpu.tree_walk import follow, walk
-from specray.ops.request_arena import RequestArena
+from specray.ops.step_tensors import RequestArena
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.torch_step_ops import TableOps, TorchStepOps, TreeOps
 from specray.spec_decode.verify_batch import VerifyInput, VerifyOutput

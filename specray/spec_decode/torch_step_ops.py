@@ -12,10 +12,9 @@ from specray.ops.noise import noise_keys
 from specray.ops.outcome import num_emitted
 from specray.ops.outcome import tokens as tokens_of
 from specray.ops.ragged_index import RaggedIndex
-from specray.ops.request_arena import RequestArena
 from specray.ops.sampling_state import SamplingBatch
 from specray.ops.shard_sampling import Choices, choose_in_shard
-from specray.ops.tree_tensors import TreesWanted, TreeTensors
+from specray.ops.step_tensors import RequestArena, TreesWanted, TreeTensors
 from specray.spec_decode.draft_tree import NONE, ROOT, DraftTree
 from specray.spec_decode.node_sampler import NodeSampler, PaddedSampler
 from specray.spec_decode.verify_batch import VerifyInput, VerifyOutput

@@ -15,7 +15,7 @@ from torch import Tensor
 from specray.layers.parallel import RankGroup
 from specray.ops.cpu.steps import TableKernels
 from specray.ops.cpu.verification import Verification, VerifiedTrees
-from specray.ops.largest_logits import LargestLogits
+from specray.ops.step_tensors import LargestLogits
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.node_sampler import NodeSampler, coupled
 from specray.spec_decode.request_table import RequestTable

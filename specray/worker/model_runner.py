@@ -11,7 +11,7 @@ from specray.models.target_model import TargetModel
 from specray.ops.attention import AttentionBackend, recordable
 from specray.ops.cpu.structs import ArenaStruct
 from specray.ops.cpu.verification import Verification
-from specray.ops.largest_logits import LargestLogits
+from specray.ops.step_tensors import LargestLogits
 from specray.worker.input_batch import InputBatch
 from specray.worker.kv_cache import KVCache
 

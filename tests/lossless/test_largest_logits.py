@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specray.ops.cpu.library import kernels
-from specray.ops.largest_logits import LargestLogits, argmax
+from specray.ops.step_tensors import LargestLogits
 from specray.sampling_params import SamplingParams
 from specray.worker.input_batch import InputBatch
 from specray.worker.model_runner import ForwardOutput, KernelRunner
