@@ -20,7 +20,7 @@ class ChainAttention:
         self._start = start
         self._num_layers = num_layers
         self._shared: list[tuple[Tensor, Tensor]] = []  # of step 0 by layer, each [B, kv_heads, L, dim]
-        self._own: list[list[tuple[Tensor, Tensor]]] = []  # by layer, of steps 1 …, each [B, kv_heads, chains, dim]
+        self._chains: list[list[tuple[Tensor, Tensor]]] = []  # by layer, of steps 1 …, each [B, kv_heads, chains, dim]
 
     def rows_with_queries(self, layer: int, x: Tensor) -> Tensor:
         """The part of x [B, n, …] whose queries `layer` computes, the last rows."""
@@ -34,11 +34,11 @@ class ChainAttention:
         k, v = kv.transpose(1, 3).unbind(2)
         if layer == len(self._shared):
             self._shared.append((k, v))
-            self._own.append([])
+            self._chains.append([])
         else:
-            self._own[layer].append((k, v))
+            self._chains[layer].append((k, v))
         grouped = (q * dim**-0.5).view(batch, queries, kv_heads, heads // kv_heads, dim).permute(0, 2, 3, 1, 4)
-        mixed = _mix(grouped, *self._shared[layer], self._own[layer])  # [B, kv_heads, group, queries, dim]
+        mixed = _mix(grouped, *self._shared[layer], self._chains[layer])  # [B, kv_heads, group, queries, dim]
         return mixed.permute(0, 3, 1, 2, 4).reshape(batch, queries, heads * dim)
 
 
@@ -50,16 +50,16 @@ def attend_to_sequences(layer: int, q: Tensor, kv: Tensor) -> Tensor:  # noqa: A
     return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=True).transpose(1, 2).flatten(2)
 
 
-def _mix(q: Tensor, keys: Tensor, values: Tensor, own: list[tuple[Tensor, Tensor]]) -> Tensor:
+def _mix(q: Tensor, keys: Tensor, values: Tensor, chains: list[tuple[Tensor, Tensor]]) -> Tensor:
     length = keys.shape[2]
     scores = q.flatten(2, 3) @ keys.transpose(-1, -2)  # all queries of a KV head in one product
     scores = scores.view(*q.shape[:-1], length).float()
     first = length - q.shape[3]  # position of the first query: that of step 0 which the chain continues
     future = torch.ones(length - first, length, dtype=torch.bool, device=q.device).triu(first + 1)
     scores = scores.masked_fill(future, float("-inf"))
-    own_scores = [(q * k[:, :, None]).sum(-1, keepdim=True, dtype=torch.float32) for k, _ in own]
-    weights = torch.cat((scores, *own_scores), -1).softmax(-1).to(values.dtype)
+    chain_scores = [(q * k[:, :, None]).sum(-1, keepdim=True, dtype=torch.float32) for k, _ in chains]
+    weights = torch.cat((scores, *chain_scores), -1).softmax(-1).to(values.dtype)
     mixed = (weights[..., :length].flatten(2, 3) @ values).view(q.shape)
-    for index, (_, v) in enumerate(own):
+    for index, (_, v) in enumerate(chains):
         mixed = mixed + weights[..., length + index, None] * v[:, :, None]
     return mixed

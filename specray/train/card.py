@@ -61,7 +61,7 @@ def _figures(validation: dict[str, Any] | None) -> str:
         f"{figures['num_sequences']} sequences, {figures['num_positions']:,} positions, "
         f"after {validation['tokens']:,} tokens; accept length of a chain of {len(figures['top1'])} drafts at "
         f"temperature 0, estimated: **{figures['accept_length']:.2f}**.",
-        "| depth | best token agrees | given all before did | target's token in the best 4 | in the best 8 |",
+        "| depth | top-1 token agrees | given all before did | target's token in the top 4 | in the top 8 |",
         "|---|---|---|---|---|",
     ]
     columns = zip(figures["top1"], figures["conditional"], figures["top4"], figures["top8"], strict=True)

@@ -131,12 +131,12 @@ def load_exported(head: TrainedHead | TrainedDraftModel, folder: Path) -> bool:
     has_mask = MASK in tensors
     if isinstance(head, TrainedParallelHead):
         tensors.setdefault(MASK, head.mask_hidden.detach())
-    own = head.state_dict()
-    for name, tensor in own.items():
+    expected = head.state_dict()
+    for name, tensor in expected.items():
         if name not in tensors or tensors[name].shape != tensor.shape:
             seen = list(tensors[name].shape) if name in tensors else "missing"
             raise ConfigError(f"{path}: tensor {name} is {seen}, the head to train has {list(tensor.shape)}")
-    head.load_state_dict({name: tensors[name].to(tensor.dtype) for name, tensor in own.items()})
+    head.load_state_dict({name: tensors[name].to(tensor.dtype) for name, tensor in expected.items()})
     return has_mask
 
 

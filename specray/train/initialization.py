@@ -86,11 +86,11 @@ def start_from_eagle2(
     layer.state_norm.weight.fill_(size_of_states)
     layer.out_norm.weight.fill_(size_of_states)  # the head predicts the next one
     decoder, source_decoder = (trained.decoder_prefix for trained in (head, eagle2))
-    own = head.state_dict()
-    own[f"{decoder}input_layernorm.weight"].fill_(_size(eagle2.fc(torch.cat((embeds, states), -1))))
+    tensors = head.state_dict()
+    tensors[f"{decoder}input_layernorm.weight"].fill_(_size(eagle2.fc(torch.cat((embeds, states), -1))))
     for name, tensor in eagle2.state_dict().items():  # it has no biases
         if name.startswith(source_decoder):
-            own[decoder + name.removeprefix(source_decoder)].copy_(tensor)
+            tensors[decoder + name.removeprefix(source_decoder)].copy_(tensor)
 
 
 def _pairs(head: TrainedHead, target: Target, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -136,12 +136,12 @@ def _log_weights(head: TrainedParallelHead, target: Target, keys: Tensor, mask: 
     attention, device = _first_attention(head), keys.device
     embeds = target.embed(torch.tensor([[head.mask_token_id]], device=device)).float()
     inputs, _ = head.network.joined(embeds, head.enter(head.mask_hidden[None]))
-    query, own = (proj(inputs).view(-1, attention.head_dim) for proj in (attention.q_proj, attention.k_proj))
+    query, key = (proj(inputs).view(-1, attention.head_dim) for proj in (attention.q_proj, attention.k_proj))
     last = torch.arange(keys.shape[1], device=device)
     queries = _at(target, query * attention.head_dim**-0.5, last + mask)
-    queries = queries.view(len(own), -1, *queries.shape[1:])
+    queries = queries.view(len(key), -1, *queries.shape[1:])
     scores = (queries @ keys.transpose(1, 2)[:, None]).masked_fill(last > last[:, None], float("-inf"))
-    of_masks = [(queries * _at(target, own, last + number)[:, None]).sum(-1) for number in range(1, mask + 1)]
+    of_masks = [(queries * _at(target, key, last + number)[:, None]).sum(-1) for number in range(1, mask + 1)]
     weights = torch.cat((scores, torch.stack(of_masks, -1)), -1).log_softmax(-1)
     return weights.diagonal(dim1=-2, dim2=-1)
 

@@ -16,15 +16,15 @@ class Optimizer:
         trained = {name: p for name, p in head.named_parameters() if p.requires_grad}
         # Muon is for matrices between hidden states, so the output matrix uses AdamW, and so does the state of a mask:
         # a matrix of one row would move equally far whatever its gradient is.
-        turned = [p for n, p in trained.items() if name == "muon" and p.ndim == 2 and n not in _ADAMW_ONLY]
-        others = [p for p in trained.values() if all(p is not other for other in turned)]
+        matrices = [p for n, p in trained.items() if name == "muon" and p.ndim == 2 and n not in _ADAMW_ONLY]
+        others = [p for p in trained.values() if all(p is not other for other in matrices)]
         self._parameters = list(trained.values())
         self._parts: list[torch.optim.Optimizer] = [
             torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
         ]
-        if turned:
+        if matrices:
             muon = torch.optim.Muon if dtype is torch.bfloat16 else Float32Muon
-            self._parts.append(muon(turned, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"))
+            self._parts.append(muon(matrices, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"))
 
     def step(self, rate: float, clip: float) -> None:
         """Update the parameters and clear the gradients."""

@@ -50,7 +50,7 @@ def read_log(run: Path) -> list[dict[str, Any]]:
 
 
 def cut_log(run: Path, num_tokens: int) -> None:
-    """Remove what a killed run logged after its last checkpoint, which had seen `num_tokens`: it is learnt again."""
+    """Remove what a killed run logged after its last checkpoint, which had seen `num_tokens`: training repeats it."""
     kept = [line for line in read_log(run) if line["tokens"] <= num_tokens]
     if (run / LOG).is_file():
         replace_text(run / LOG, "".join(json.dumps(line) + "\n" for line in kept))
@@ -99,13 +99,13 @@ def _draw(points: list[dict[str, Any]], path: Path) -> None:
 
     millions = [point["tokens"] / 1e6 for point in points]
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    for name, label in (("accept_length", "chain"), ("accept_length_top4", "in the best 4")):
+    for name, label in (("accept_length", "chain"), ("accept_length_top4", "in the top 4")):
         left.plot(millions, [point["validation"][name] for point in points], marker=".", label=label)
     left.set(xlabel="million tokens seen", ylabel="estimated accept length", title="Accept length, held-out answers")
     for depth in range(len(points[0]["validation"]["conditional"])):
         shares = [point["validation"]["conditional"][depth] for point in points]
         right.plot(millions, shares, marker=".", label=f"depth {depth + 1}")
-    right.set(xlabel="million tokens seen", ylabel="agreement", title="Best token agrees, given all before did")
+    right.set(xlabel="million tokens seen", ylabel="agreement", title="Top-1 token agrees, given all before did")
     for axes in (left, right):
         axes.grid(alpha=0.3)
         axes.legend()

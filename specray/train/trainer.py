@@ -188,8 +188,9 @@ class Trainer:
             self.head.load_state_dict(saved["head"])
             self._learner.optimizer.load_state_dict(saved["optimizer"])
         except (RuntimeError, ValueError) as error:
+            why = " ".join(str(error).split())
             raise ConfigError(
-                f"{self._run / CHECKPOINT} is of another version of the trainer ({error}); to continue, use another "
+                f"{self._run / CHECKPOINT} is of another version of the trainer ({why}); to continue, use another "
                 f"run folder and --init-head {self._run / HEAD}"
             ) from None
         torch.set_rng_state(saved["rng"].cpu())

@@ -1,4 +1,4 @@
-"""Validates a head on held-out sequences: its agreement with the target's best token of the whole vocabulary.
+"""Validates a head on held-out sequences: its agreement with the target's top-1 token of the whole vocabulary.
 
 Depth s is the s-th unrolled step (0: from the target's hidden states). A chain is "accepted" at a depth if that and
 all smaller depths agree, so 1 + the sum over depths is the accept length of a drafted chain at temperature 0.
@@ -32,9 +32,9 @@ class Validation:
     conditional: list[float]  # agrees, given that all smaller depths did
     accepted: list[float]  # this and all smaller depths agree
     accept_length: float  # of a chain: 1 + sum of `accepted`
-    top4: list[float]  # the target's token is among the best 4
+    top4: list[float]  # the target's token is among the top 4
     top8: list[float]
-    accept_length_top4: float  # 1 + sum of the share of chains with it among the best 4 at every depth so far
+    accept_length_top4: float  # 1 + sum of the share of chains with it among the top 4 at every depth so far
     accept_length_top8: float
     covered: float  # the target's token is in the draft vocabulary
 
@@ -43,13 +43,13 @@ class Validation:
 
 
 class Validator:
-    """Up to 100 held-out sequences of a folder, and the target's best tokens on them."""
+    """Up to 100 held-out sequences of a folder, and the target's top-1 tokens on them."""
 
     def __init__(self, folder: AnswerFolder, target: Target, collate: Collate) -> None:
         self._folder = folder
         self._target = target
         self._collate = collate
-        self._best: dict[Place, Tensor] = {}
+        self._top1: dict[Place, Tensor] = {}
 
     @torch.no_grad()
     def __call__(self, head: TrainedModel, depths: int = DEPTHS) -> Validation | None:
@@ -70,25 +70,25 @@ class Validator:
     def _hits(self, place: Place, batch: Batch, head: TrainedModel, depths: int) -> Tensor:
         """int64 [chains, depths]: rank of the target's token among the draft's; -1 past the end of the sequence."""
         labeled = labeled_positions(batch)
-        if place not in self._best:
-            self._best[place] = _best_tokens(labeled, self._target.head)
-        best = self._best[place]
+        if place not in self._top1:
+            self._top1[place] = _top1_tokens(labeled, self._target.head)
+        top1 = self._top1[place]
         chains = batch.token_ids.shape[1] - batch.start
-        ranks = torch.full((chains, depths), -1, device=best.device)
+        ranks = torch.full((chains, depths), -1, device=top1.device)
         output_weight = head.output_weight.to(batch.aux_hidden_states.dtype)
-        column_of = torch.full((self._target.head.shape[0],), -1, device=best.device)
-        column_of[head.draft_ids] = torch.arange(len(head.draft_ids), device=best.device)
+        column_of = torch.full((self._target.head.shape[0],), -1, device=top1.device)
+        column_of[head.draft_ids] = torch.arange(len(head.draft_ids), device=top1.device)
         for depth, step in enumerate(unroll(head, self._target, batch, labeled, depths)):
             logits = (step.outputs @ output_weight.T).float()
-            column = column_of[best[step.labels]]
+            column = column_of[top1[step.labels]]
             wanted = logits.gather(1, column.clamp(min=0)[:, None])
             better = (logits > wanted).sum(-1)
             ranks[step.chains, depth] = better.masked_fill(column < 0, _ABSENT)
         return ranks
 
 
-def _best_tokens(labeled: LabeledPositions, target_head: Tensor) -> Tensor:
-    """The target's best token of the whole vocabulary at every labeled position, int64 [n]."""
+def _top1_tokens(labeled: LabeledPositions, target_head: Tensor) -> Tensor:
+    """The target's top-1 token of the whole vocabulary at every labeled position, int64 [n]."""
     parts = [(rows @ target_head.T).argmax(-1) for rows in torch.split(labeled.final, _CHUNK)]
     return torch.cat(parts)
 

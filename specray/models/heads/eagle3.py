@@ -178,13 +178,14 @@ def _output_matrix(
 ) -> tuple[VocabHead, Weight | None]:
     """The output matrix over the draft vocabulary of `num_ids`, whose target ids are `ids` (None: the same).
 
-    A full one that the checkpoint leaves out is the target's. Also the weights of a quantised one of the head's own.
+    A full one that the checkpoint leaves out is the target's. Also the weights of one that is quantised and not the
+    target's.
     """
     if num_ids == shape.vocab_size and ids is None and shape.hidden_size == shared.shape.hidden_size:
         return shared.head(None, full_output(shape, loader, names)), None
-    own = loader.weight(names.of_plain(HEAD), (num_ids, shape.hidden_size))
-    head = VocabHead(own, num_ids, RankGroup(), loader.quantization)
-    return head, own if loader.quantization in ("int8", "int4") else None
+    weight = loader.weight(names.of_plain(HEAD), (num_ids, shape.hidden_size))
+    head = VocabHead(weight, num_ids, RankGroup(), loader.quantization)
+    return head, weight if loader.quantization in ("int8", "int4") else None
 
 
 def _packed_fusion(net: Eagle3) -> Fusion | None:

@@ -1,4 +1,4 @@
-"""Trained MTP layers: unrolled steps equal those of the engine's layer loaded from the exported files."""
+"""Trained MTP layers: their initialization and their files."""
 
 import json
 from pathlib import Path
@@ -8,16 +8,12 @@ import torch
 from safetensors.torch import load_file
 
 from specray.config import SpeculativeConfig
-from specray.models.heads.mtp import MtpHead as ServedHead
-from specray.models.heads.mtp import load_mtp_layers
-from specray.models.target_matrices import TargetMatrices
 from specray.train.heads import TrainedMtpHead
 from specray.train.settings import TrainSettings
-from specray.train.target import Target, load_target
+from specray.train.target import load_target
 from specray.train.trainer import Trainer
 from specray.train.unroll import Batch, labeled_positions, unroll
 from tests.support.engine import make_llm
-from tests.support.naive_eagle import attend_to_the_past
 from tests.support.toy import VOCAB_SIZE
 from tests.support.training_data import HIDDEN, write_answers
 
@@ -45,35 +41,6 @@ def a_batch() -> Batch:
     aux_hidden_states, final = (torch.randn(2, 9, HIDDEN, generator=generator) for _ in range(2))
     token_ids = torch.randint(0, VOCAB_SIZE, (2, 9), generator=generator)
     return Batch(token_ids, torch.tensor([9, 7]), torch.tensor([2, 3]), aux_hidden_states, final)
-
-
-@torch.no_grad()
-def test_unrolled_steps_equal_served_ones(trainer: Trainer, tmp_path: Path) -> None:
-    target, head, batch = load_target(str(tmp_path / "target"), torch.float32, CPU, 64), trainer.head, a_batch()
-    assert isinstance(head, TrainedMtpHead)
-    served = ServedHead(load_mtp_layers(tmp_path / "run" / "head", "auto", matrices(target)))
-    per_row, seen = batch.token_ids.shape[1] - batch.start, 0
-    for depth, step in enumerate(unroll(head, target, batch, labeled_positions(batch), STEPS)):
-        for output, chain in zip(step.outputs, step.chains.tolist(), strict=True):
-            row, start = chain // per_row, batch.start + chain % per_row
-            torch.testing.assert_close(output, chain_of(served, batch, row, start, depth), rtol=1e-3, atol=1e-3)
-            seen += 1
-    assert batch.start == 0, "the batch must have a chain at position 0, where the embedding is masked"
-    assert seen > 20
-
-
-def chain_of(served: ServedHead, batch: Batch, row: int, start: int, depth: int) -> torch.Tensor:
-    """The state after `depth` + 1 steps, each computed from the whole prefix."""
-    states = batch.aux_hidden_states[row, : start + 1]
-    for _ in range(depth + 1):
-        length = len(states)
-        output = served(batch.token_ids[row, 1 : length + 1], states, torch.arange(length), attend_to_the_past)
-        states = torch.cat((states, output[-1:]))
-    return states[-1]
-
-
-def matrices(target: Target) -> TargetMatrices:
-    return TargetMatrices(target.shape, 64, target.folder, "auto", torch.float32, CPU, None)
 
 
 def test_initial_mtp_layer_passes_the_targets_state_on(tmp_path: Path) -> None:

@@ -307,6 +307,16 @@ def test_checkpoint_of_another_kind_is_refused(tmp_path: Path) -> None:
         Trainer(settings(kind="eagle2"), answers, tmp_path / "run", CPU)
 
 
+def test_checkpoint_with_other_names_is_refused(tmp_path: Path) -> None:
+    answers, path = write_answers(tmp_path), tmp_path / "run" / "checkpoint.pt"
+    Trainer(settings(), answers, path.parent, CPU).run()
+    content = torch.load(path, weights_only=True)
+    content["head"]["proj.weight"] = content["head"].pop("fc.weight")
+    torch.save(content, path)
+    with pytest.raises(ConfigError, match=r"another version of the trainer .*fc\.weight.*--init-head"):
+        Trainer(settings(), answers, path.parent, CPU)
+
+
 def test_truncated_checkpoint_is_refused(tmp_path: Path) -> None:
     answers = write_answers(tmp_path)
     Trainer(settings(), answers, tmp_path / "run", CPU).run()
