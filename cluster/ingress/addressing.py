@@ -1,8 +1,8 @@
 """A Ray Serve request router that sends each call to one given replica of the Router deployment.
 
-An ingress chooses a router itself (`policy`) and keeps a stream open to it, so each call must reach that replica. Serve
-runs a request router in the process of every deployment handle. This one selects the addressed replica and publishes
-the running replicas to the process.
+An ingress chooses a router itself (`specray.server.routing`) and keeps a stream open to it, so each call must reach
+that replica. Serve runs a request router in the process of every deployment handle. This one selects the addressed
+replica and publishes the running replicas to the process.
 
 Serve pickles this module by value, which would copy its variables. The list of replicas therefore lives in `replicas`.
 """

@@ -1,6 +1,6 @@
 """The HTTP ingress as a Serve deployment. It holds no engine state, so any number of replicas can run.
 
-It starts before the routers and answers 503 until one is connected. Routes live in `app`.
+It starts before the routers and answers 503 until one is connected. Routes live in `specray.server.app`.
 """
 
 from typing import Any

@@ -27,7 +27,7 @@ def set_running(deployment: str, replica_ids: Iterable[str]) -> None:
 
 
 class ServeReplicaDirectory:
-    """`router_pool.ReplicaDirectory` over a Serve handle to the Router deployment."""
+    """`specray.server.routing.router_pool.ReplicaDirectory` over a Serve handle to the Router deployment."""
 
     def __init__(self, handle: DeploymentHandle[Any]) -> None:
         # gRPC instead of Ray objects halves the ingress's CPU time per streamed output. gRPC does not report a replica
@@ -55,7 +55,7 @@ class ServeReplicaDirectory:
 
 
 class ServeRouterHandle:
-    """`client.RouterHandle` over a Serve handle, for one replica.
+    """`specray.server.routing.client.RouterHandle` over a Serve handle, for one replica.
 
     Calls run in an empty context, outside the current HTTP request. Within it, Serve would cancel them when the client
     disconnects. It would also give concurrent calls the same request ID, and its request router would then leave one of

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from specray.config import SpeculativeConfig
 from specray.errors import ConfigError
+from specray.server import OPERATOR_LOG
 from specray.server.access.auth import ADMIN
 from specray.server.config import ServingConfig
 from specray.server.errors import ApiError, from_validation
@@ -20,7 +21,7 @@ from specray.server.routing.rollout import DrafterRollout
 
 Json = dict[str, Any]
 
-logger = logging.getLogger("ray.serve")
+logger = logging.getLogger(OPERATOR_LOG)
 
 
 def add_admin_routes(app: FastAPI, config: ServingConfig, rollout: DrafterRollout) -> None:

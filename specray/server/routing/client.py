@@ -17,6 +17,7 @@ from specray.errors import EngineDeadError, SpecRayError
 from specray.heartbeat import LocalHeartbeat, SilenceWatch, within
 from specray.metrics import Snapshot
 from specray.outputs import RequestOutput
+from specray.server import OPERATOR_LOG
 from specray.server.routing.messages import ConnectionEnd, DesiredDrafter, Item, Refusal, RouterHeartbeat, RouterInfo
 from specray.server.routing.policy import ReplicaState
 from specray.server.tasks import Tasks
@@ -26,7 +27,7 @@ HEARTBEAT_TIMEOUT_S = 3.0  # a router that is silent for longer counts as lost
 CONNECT_TIMEOUT_S = 5.0
 DRAFTER_LOAD_TIMEOUT_S = 600.0  # a drafter may have to be downloaded first
 
-logger = logging.getLogger("ray.serve")
+logger = logging.getLogger(OPERATOR_LOG)
 
 
 class RouterHandle(Protocol):

@@ -14,13 +14,14 @@ from typing import Any
 
 from specray.config import SpeculativeConfig
 from specray.errors import EngineDeadError
+from specray.server import OPERATOR_LOG
 from specray.server.routing.client import NOT_READY, RequestRefusedError, RouterClient, RouterLostError
 from specray.server.routing.messages import DesiredDrafter
 from specray.server.tasks import Tasks
 
 RETRY_S, LONGEST_RETRY_S = 5.0, 300.0  # between attempts to bring an engine up to date; the time doubles
 
-logger = logging.getLogger("ray.serve")
+logger = logging.getLogger(OPERATOR_LOG)
 
 
 class DrafterRollout:

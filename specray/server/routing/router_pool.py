@@ -18,6 +18,7 @@ from specray.grammar import REQUEST_ERRORS
 from specray.heartbeat import within
 from specray.metrics import Snapshot
 from specray.outputs import FinishReason, RequestOutput
+from specray.server import OPERATOR_LOG
 from specray.server.config import ServingConfig
 from specray.server.routing.client import (
     NOT_READY,
@@ -40,7 +41,7 @@ OPENING_S = 10.0  # that a new request waits for a router that runs but is not c
 DRAINING = "the server is shutting down and accepts no new requests"
 NODES_TIMEOUT_S = 3.0
 
-logger = logging.getLogger("ray.serve")
+logger = logging.getLogger(OPERATOR_LOG)
 
 
 class RequestFailedError(SpecRayError):
