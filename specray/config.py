@@ -5,7 +5,7 @@ Validation opens no file.
 """
 
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -23,6 +23,15 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 AttentionKernels = Literal["auto", "torch", "triton", "flashinfer", "fa"]
 ExpertKernels = Literal["auto", "torch", "triton"]
 ModelImpl = Literal["auto", "native", "transformers"]
+
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def with_values(model: Model, **values: object) -> Model:
+    """A copy with other values, validated as a whole, as `model_copy` does not. ValidationError if they do not fit."""
+    given = {name: getattr(model, name) for name in model.model_fields_set}
+    return type(model).model_validate(given | values)
 
 
 class Options(BaseModel):
@@ -240,10 +249,11 @@ class SpeculativeConfig(DrafterOptions):
         """Whether there is anything to draft with."""
         return self.algorithm is not None or bool(self.drafters)
 
-    def without_drafters(self) -> "SpeculativeConfig":
-        """Only the options that are not a drafter's own. Drafting is off."""
-        own: dict[str, object] = {name: field.get_default() for name, field in DrafterOptions.model_fields.items()}
-        return self.model_copy(update=own | {"drafters": (), "default_drafter": None, "shadow": ShadowOptions()})
+    @property
+    def shared_options(self) -> dict[str, Any]:
+        """The options that are not a drafter's own and name none, but those with their defaults."""
+        others = {*DrafterOptions.model_fields, "drafters", "default_drafter", "shadow"}
+        return self.model_dump(exclude_defaults=True, exclude=others)
 
     @property
     def members(self) -> dict[str, "SpeculativeConfig"]:
@@ -254,12 +264,10 @@ class SpeculativeConfig(DrafterOptions):
         """
         if self.algorithm is not None:
             return {re.sub(r"[^a-z0-9]+", "-", self.algorithm.lower()).strip("-")[:64]: self}
-        shared, default, shadow = self.without_drafters(), self.default_drafter, self.shadow.drafter
+        default, shadow = self.default_drafter, self.shadow.drafter
         ordered = sorted(self.drafters, key=lambda drafter: (drafter.name != default, drafter.name == shadow))
         return {
-            drafter.name: shared.model_copy(
-                update={name: getattr(drafter, name) for name in DrafterOptions.model_fields}
-            )
+            drafter.name: SpeculativeConfig(**self.shared_options, **drafter.model_dump(exclude={"name"}))
             for drafter in ordered
         }
 

@@ -55,7 +55,7 @@ class LLM:
 
     def with_speculative(self, speculative: SpeculativeConfig, drafter: Drafter | None = None) -> "LLM":
         """Another engine with the same loaded weights, its own KV pool and this drafting method."""
-        config = self.config.model_copy(update={"speculative": speculative})
+        config = _config_of(None, {**dict(self.config), "speculative": speculative})
         return LLM(config, drafter=drafter, _model=self._executor.worker.model)
 
     def generate(

@@ -14,6 +14,7 @@ from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDep
 
 from cluster.cli.flags import flags
 from cluster.config import AppConfig
+from specray.config import with_values
 from specray.errors import ConfigError, did_you_mean
 from specray.models.files import is_here, looks_local, resolve_model
 from specray.server.access.keys import KeyRing
@@ -126,7 +127,7 @@ def _scaled(source: str, app: ServeApplicationSchema, config: AppConfig) -> AppC
             raise ConfigError(f"{source}: {app.name}.deployments: unknown deployment {deployment.name!r}; use {known}")
         if isinstance(deployment.num_replicas, int):
             numbers[SCALED[deployment.name]] = deployment.num_replicas
-    return config.model_copy(update={"server": config.server.model_copy(update=numbers)})
+    return with_values(config, server=with_values(config.server, **numbers))
 
 
 def _describe(source: str, prefix: str, error: ValidationError) -> str:

@@ -27,7 +27,7 @@ from cluster.engine.target import TargetActor
 from cluster.liveness.actors import RAY_EXIT_S, Place, exit_reason, start_error
 from cluster.liveness.watchdog import Watchdogs, ranks_by_node
 from specray.channel import Channel, ChannelClosedError
-from specray.config import EngineConfig
+from specray.config import EngineConfig, with_values
 from specray.engine.executor import Capacity
 from specray.errors import EngineDeadError
 from specray.heartbeat import HeartbeatFile, LocalHeartbeat
@@ -249,7 +249,7 @@ class RayExecutor:
 
 
 def _rank_config(config: AppConfig) -> EngineConfig:
-    return config.engine.model_copy(update={"num_threads": rank_threads(config, _num_cores())})
+    return with_values(config.engine, num_threads=rank_threads(config, _num_cores()))
 
 
 def rank_threads(config: AppConfig, num_cores: int) -> int:

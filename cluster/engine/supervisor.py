@@ -14,7 +14,7 @@ from ray.exceptions import RayError
 
 from cluster.engine.draft import DraftActor
 from cluster.liveness.actors import RAY_EXIT_S, Process, exit_reason, start_error
-from specray.config import EngineConfig, SpeculativeConfig
+from specray.config import EngineConfig, SpeculativeConfig, with_values
 from specray.errors import EngineDeadError
 from specray.heartbeat import HeartbeatFile, SilenceWatch
 from specray.worker.remote_drafter.handshake import NO_DRAFTER, DraftEndpoint, DrafterHandshake, dismiss
@@ -58,7 +58,7 @@ class DrafterSupervisor:
 
     def __init__(self, config: EngineConfig, endpoint: DraftEndpoint, options: dict[str, Any]) -> None:
         self._configured = config
-        self._config = config.model_copy(update={"speculative": SpeculativeConfig()})
+        self._config = with_values(config, speculative=SpeculativeConfig())
         self._num_slots = 0
         self._endpoint = endpoint
         self._actor_class = ray.remote(DraftActor).options(**options)
@@ -104,7 +104,7 @@ class DrafterSupervisor:
         its handshake. Raises ConfigError if the drafter does not fit the target, and EngineDeadError if it does not
         start or is refused; the current drafter then continues.
         """
-        config = self._config.model_copy(update={"speculative": speculative})
+        config = with_values(self._config, speculative=speculative)
         return self._await(_Replacement(config, target_runs=True, result=Future()))
 
     def _await(self, replacement: _Replacement) -> DrafterHandshake:
@@ -121,7 +121,7 @@ class DrafterSupervisor:
     def keep(self, speculative: SpeculativeConfig) -> None:
         """Take over options that change nothing for the running drafter, such as which requests get it."""
         with self._replacing:
-            self._config = self._config.model_copy(update={"speculative": speculative})
+            self._config = with_values(self._config, speculative=speculative)
 
     def report_fault(self) -> None:
         """Restart the drafter, because the target has dropped it. Thread-safe."""

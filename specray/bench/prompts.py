@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from specray.config import with_values
 from specray.errors import ConfigError
 
 
@@ -69,7 +70,7 @@ def _parse(name: str, number: int, line: str) -> Prompt:
     place = f"{name}, line {number}"
     try:
         prompt = Prompt.model_validate(json.loads(line))
-        return prompt if prompt.id != "" else prompt.model_copy(update={"id": number})
+        return prompt if prompt.id != "" else with_values(prompt, id=number)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{place} is not JSON: {error}") from None
     except ValidationError as error:

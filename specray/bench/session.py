@@ -13,7 +13,7 @@ from specray.bench.measure import Record, Settings, compare
 from specray.bench.prompts import Prompt, load_prompts
 from specray.bench.report import Summary, depth_table, summarise, to_json, to_table
 from specray.bench.variants import PLAIN, TRANSFORMERS, EngineVariant, Variant, parse_method, target_of
-from specray.config import EngineConfig, SpeculativeConfig
+from specray.config import EngineConfig, SpeculativeConfig, with_values
 from specray.errors import ConfigError
 from specray.llm import LLM
 from specray.models.files import target_folder
@@ -25,7 +25,7 @@ class Session:
 
     def __init__(self, config: EngineConfig, progress: bool = False) -> None:
         self._config = config
-        self._llm = LLM(config.model_copy(update={"speculative": SpeculativeConfig()}), progress=progress)
+        self._llm = LLM(with_values(config, speculative=SpeculativeConfig()), progress=progress)
         self._variants: dict[str, Variant] = {}
         self._defined: dict[str, SpeculativeConfig] = {}
 

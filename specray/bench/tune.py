@@ -23,7 +23,7 @@ from specray.bench.prompts import Prompt, by_category, load_prompts
 from specray.bench.report import ALL, speed_ratios, summarise
 from specray.bench.session import Session
 from specray.bench.variants import PLAIN, parse_method, tree_name, with_tree
-from specray.config import EngineConfig, SpeculativeConfig
+from specray.config import EngineConfig, SpeculativeConfig, with_values
 from specray.errors import ConfigError
 from specray.spec_decode import method_of
 from specray.tables import format_table
@@ -100,7 +100,7 @@ def run_and_report(options: argparse.Namespace, config: EngineConfig) -> None:
     session = Session(config, progress=sys.stderr.isatty())
     budget = session.served_budget(speculative)
     for candidate in contenders:
-        candidate.speculative = candidate.speculative.model_copy(update={"budget": budget})
+        candidate.speculative = with_values(candidate.speculative, budget=budget)
     outcome = search(session, contenders, prompts, settings, options.batch_sizes, options.rounds, options.limit)
     block = yaml_block(outcome.best)
     print(f"{to_table(outcome)}\n\n{output(outcome)}\n\n{block}\n{machine.one_line()}")
@@ -121,8 +121,7 @@ def make_candidates(speculative: SpeculativeConfig, trees: Sequence[str] | None 
     configured = tree_name(speculative)
     if configured not in (*names, "auto"):
         names.append(configured)
-    limit = {"max_step_draft_tokens": most}
-    return [Candidate(name, with_tree(speculative, name).model_copy(update=limit)) for name in names]
+    return [Candidate(name, with_values(with_tree(speculative, name), max_step_draft_tokens=most)) for name in names]
 
 
 def search(
@@ -252,7 +251,7 @@ def _prompts(path: Path | None, batch_size: int) -> list[Prompt]:
             f"batch size {batch_size} needs as many prompts, but {path or 'the built-in set'} has {len(prompts)}; "
             "name a longer file with --prompts or lower --batch-sizes"
         )
-    return [prompt.model_copy(update={"category": ALL}) for prompt in prompts]
+    return [with_values(prompt, category=ALL) for prompt in prompts]
 
 
 def _settings(settings: Settings, batch_size: int, salt: str) -> Settings:

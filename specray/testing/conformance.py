@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from specray.config import EngineConfig, SpeculativeConfig
+from specray.config import EngineConfig, SpeculativeConfig, with_values
 from specray.llm import LLM
 from specray.models.target_model import TargetModel
 from specray.outputs import Completion
@@ -245,7 +245,7 @@ def _engine(config: EngineConfig, **options: Any) -> LLM:
     _require(config.speculative.has_drafter, "speculative.algorithm is null; name the drafter to check")
     exact = _exact(config, config.speculative)
     model, _ = _plain(_exact(config, SpeculativeConfig()).model_dump_json())
-    return LLM(exact.model_copy(update=options), _model=model)
+    return LLM(with_values(exact, **options), _model=model)
 
 
 def _run(llm: LLM, params: Sequence[SamplingParams], **options: Any) -> list[Completion]:
@@ -263,7 +263,7 @@ def _plain(
 ) -> tuple[TargetModel, list[tuple[Sequence[SamplingParams], list[Completion]]]]:
     """The target, and its outputs for each list of parameters: one request at a time, without a prefix cache."""
     alone = {"max_running_requests": 1, "disable_radix_cache": True}
-    with LLM(EngineConfig.model_validate_json(config_json).model_copy(update=alone)) as llm:
+    with LLM(with_values(EngineConfig.model_validate_json(config_json), **alone)) as llm:
         executor = llm.engine.executor
         assert isinstance(executor, LocalExecutor)
         return executor.worker.model, [(params, _run(llm, params)) for params in (SAMPLED, SHORT, GREEDY)]
@@ -271,7 +271,7 @@ def _plain(
 
 def _exact(config: EngineConfig, speculative: SpeculativeConfig) -> EngineConfig:
     """`config` with `speculative`, in float32, where rounding does not decide between tokens."""
-    return config.model_copy(update={"dtype": "float32", "quantization": None, "speculative": speculative})
+    return with_values(config, dtype="float32", quantization=None, speculative=speculative)
 
 
 def _require_plain(config: EngineConfig, llm: LLM, params: Sequence[SamplingParams]) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from specray.config import EngineConfig, SpeculativeConfig
+from specray.config import EngineConfig, SpeculativeConfig, with_values
 from specray.errors import ConfigError
 from specray.layers.parallel import RankGroup
 from specray.models.registry import load_config
@@ -192,3 +192,25 @@ def test_a_successor_may_have_several_drafters_but_no_new_code() -> None:
     other = SpeculativeConfig.model_validate({"drafters": [LOOKUP, {"name": "own", "algorithm": "m:Other"}]})
     with pytest.raises(ConfigError, match="'m:Other' is an import path"):
         ours.check_successor(other)
+
+
+def test_a_changed_copy_is_validated_as_a_whole() -> None:
+    """`model_copy(update=)` accepts anything."""
+    config = SpeculativeConfig(algorithm="NGRAM", budget="auto")
+    assert with_values(config, num_draft_tokens=5) == SpeculativeConfig(
+        algorithm="NGRAM", budget="auto", num_draft_tokens=5
+    )
+    wrong: tuple[dict[str, Any], ...] = ({"num_draft_tokens": 1}, {"algorithm": None}, {"no_such_option": 1})
+    for options in wrong:
+        with pytest.raises(ValidationError):
+            with_values(config, **options)
+
+
+def test_no_copy_of_a_configuration_escapes_validation() -> None:
+    """Bodies of requests are copied with values that are validated already."""
+    root = Path(__file__).parents[2]
+    sources = [path for package in ("specray", "cluster") for path in (root / package).rglob("*.py")]
+    unchecked = {str(path.relative_to(root)) for path in sources if "model_copy(" in path.read_text()}
+    assert unchecked == {
+        f"specray/server/{name}.py" for name in ("schemas/body", "generate/protocol", "responses/protocol")
+    }

@@ -5,7 +5,7 @@ they raise the tokens per second, and `trials` says when it tries other numbers.
 `store` keeps that for the next start, and `acceptance` estimates how many drafts are accepted.
 """
 
-from specray.config import EngineConfig, SpeculativeConfig
+from specray.config import EngineConfig, SpeculativeConfig, with_values
 from specray.engine.draft_budget.auto import AutoBudget
 from specray.engine.draft_budget.budget import DraftBudget, Drafting, StaticBudget, StepTimer
 from specray.engine.draft_budget.store import CostStore
@@ -22,5 +22,5 @@ def make_budget(config: EngineConfig, speculative: SpeculativeConfig, capacity: 
         kind = "auto" if capacity.learns_budget and has_one_text and speculative.has_drafter else "static"
     if kind == "static":
         return StaticBudget(most)
-    store = CostStore.of(config.model_copy(update={"speculative": speculative}), capacity)
+    store = CostStore.of(with_values(config, speculative=speculative), capacity)
     return AutoBudget(most, store.load(), store.save)

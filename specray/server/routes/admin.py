@@ -16,7 +16,7 @@ from specray.server import OPERATOR_LOG
 from specray.server.access.auth import ADMIN
 from specray.server.config import ServingConfig
 from specray.server.errors import ApiError, from_validation
-from specray.server.routes.drafter_actions import Add, changed_group, parse_action
+from specray.server.routes.drafter_actions import changed_group, parse_action
 from specray.server.routing.rollout import DrafterRollout
 
 Json = dict[str, Any]
@@ -36,11 +36,9 @@ def add_admin_routes(app: FastAPI, config: ServingConfig, rollout: DrafterRollou
         body = parsed(await request.body())
         if "action" in body:
             action = parse_action(body)
-            off = config.speculative.without_drafters()  # where drafting has been turned off, these options remain
 
             def changed(now: SpeculativeConfig) -> SpeculativeConfig:
-                before = off if isinstance(action, Add) and not now.has_drafter else now
-                return new_options(config, changed_group(before, action))
+                return new_options(config, changed_group(now, action, config.speculative.shared_options))
 
             await rollout.change(changed)
         else:

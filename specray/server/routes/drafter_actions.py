@@ -59,9 +59,12 @@ def parse_action(body: Json) -> Add | Promote | Shadow | Drop:
         raise from_validation(error.errors()) from None
 
 
-def changed_group(now: SpeculativeConfig, action: Add | Promote | Shadow | Drop) -> Json:
-    """The `speculative` group after an action, not validated as a whole. ApiError if it names no drafter."""
-    group = _several(now)
+def changed_group(now: SpeculativeConfig, action: Add | Promote | Shadow | Drop, shared: Json) -> Json:
+    """The `speculative` group after an action, not validated as a whole. ApiError if it names no drafter.
+
+    `shared` are the shared options that the first drafter gets where drafting was turned off.
+    """
+    group = _several(now) if now.has_drafter or not isinstance(action, Add) else shared | {"drafters": []}
     if isinstance(action, Add):
         group["drafters"] = [*group["drafters"], action.drafter]
         if action.shadow_share is not None:

@@ -147,6 +147,7 @@ class Sampling(Body):
 
     def with_defaults(self, defaults: Mapping[str, float | int]) -> Self:
         """A copy with the model's default for each option that is absent."""
+        # Not validated again: the defaults are when they are read, and a prompt can be converted only once.
         return self.model_copy(update={name: v for name, v in defaults.items() if getattr(self, name) is None})
 
     def _params(self, **own: object) -> SamplingParams:

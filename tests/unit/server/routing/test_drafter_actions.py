@@ -228,7 +228,9 @@ def test_a_drafter_that_does_not_load_is_not_added_anywhere(serve: Serve, admin:
 
 
 def group_after(now: dict[str, Any], **action: Any) -> SpeculativeConfig:
-    return SpeculativeConfig.model_validate(changed_group(SpeculativeConfig.model_validate(now), parse_action(action)))
+    return SpeculativeConfig.model_validate(
+        changed_group(SpeculativeConfig.model_validate(now), parse_action(action), {})
+    )
 
 
 def test_what_refers_to_a_dropped_drafter_goes_with_it() -> None:
