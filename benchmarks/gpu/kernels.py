@@ -139,17 +139,15 @@ def _attention(shape: Shape, sizes: Sizes, device: torch.device) -> Iterator[Tim
     tokens, end, chunk = Tokens(shape, sizes.context, torch.bfloat16, device), sizes.context, sizes.chunk
     for rows in (1, sizes.batch):
         attend, q = tokens.planned(end - 1, end, rows)
-        yield _attended(
-            f"attention, {rows} decoding over {end}", attend, q, tokens, rows * tokens.kv.nbytes, rows * end
-        )
+        yield _attended(f"attention, {rows} decoding over {end}", attend, q, rows * tokens.kv.nbytes, rows * end)
     attend, q = tokens.planned(end - chunk, end)
     pairs = chunk * end - chunk**2 // 2
-    yield _attended(f"attention, chunk of {chunk} up to {end}", attend, q, tokens, tokens.kv.nbytes, pairs)
+    yield _attended(f"attention, chunk of {chunk} up to {end}", attend, q, tokens.kv.nbytes, pairs)
 
 
-def _attended(name: str, attend: TritonAttend, q: Tensor, tokens: Tokens, num_bytes: int, pairs: int) -> Timed:
+def _attended(name: str, attend: TritonAttend, q: Tensor, num_bytes: int, pairs: int) -> Timed:
     """`pairs` of a query and a key."""
-    return Timed(name, lambda: attend.read(tokens.pool[0], q), num_bytes, 4 * pairs * q.shape[1] * q.shape[2])
+    return Timed(name, lambda: attend.read(0, q), num_bytes, 4 * pairs * q.shape[1] * q.shape[2])
 
 
 def _layers(shape: Shape, sizes: Sizes, device: torch.device) -> Iterator[Timed]:

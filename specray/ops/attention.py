@@ -22,8 +22,8 @@ class AttentionBatch(NamedTuple):
     Query j of a request attends to the KV before its queries and to its queries up to j. If `tree_sizes[r]` is (n, m),
     the last n queries are nodes of a tree: of the last m keys, node i attends to key j iff `tree_mask[r, i, j]`.
 
-    With a `window`, a query attends only to KV less than `window` positions before its own. KV before a tree is
-    counted in the order of `kv_slots`, and the nodes of a tree by their depth.
+    The position of KV before a tree is its place in `kv_slots`; the nodes of a tree follow, one position a level. A
+    layer with a window counts them (see LayerAttention).
     """
 
     query_lens: list[int]
@@ -32,7 +32,6 @@ class AttentionBatch(NamedTuple):
     slot_mapping: Tensor  # int64 [T]: the KV slot each query's KV is written to
     tree_sizes: list[tuple[int, int]]  # (0, 0): no tree
     tree_mask: Tensor | None = None  # bool [R, n, m]: each node attends to itself and its ancestors
-    window: int | None = None
     are_chains: bool = False  # every tree is a chain, so that a query attends to all keys up to its own
 
 
@@ -51,7 +50,6 @@ class PaddedBatch:
     paths: Tensor  # int64 [T, M]
     path_lengths: Tensor  # int64 [T], at least 1
     slot_mapping: Tensor  # int64 [T]: the KV slot each query's KV is written to
-    window: int | None = None  # as in AttentionBatch; keys of the path are counted in its order
 
 
 def pack_paths(sees: Tensor, kv_slots: Tensor) -> tuple[Tensor, Tensor]:

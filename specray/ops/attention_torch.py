@@ -68,7 +68,7 @@ class TorchAttention:
         visible = torch.cat((is_prefix, is_path), 1)[:, None]
         prefix = batch.kv_slots.index_select(0, batch.rows).long()
         keys = torch.cat((prefix.where(is_prefix, 0), batch.paths.where(is_path, 0)), 1).flatten()
-        group = _Group(size, 1, None, None, keys, self._masks(visible, visible.shape[-1], batch.window))
+        group = _Group(size, 1, None, None, keys, self._masks(visible, visible.shape[-1]))
         return self._attend_groups([group], batch.slot_mapping)
 
     def _attend_groups(self, groups: list[_Group], slot_mapping: Tensor) -> Attend:
@@ -138,15 +138,15 @@ class TorchAttention:
             queries=None if is_whole else (first + torch.minimum(query, query_len - 1)).flatten(),
             written=None if min(lens) == num_queries else written.to(self.pool.device),
             keys=kv_slots.flatten() if keys is None else keys,
-            masks=self._masks(visible, num_keys, batch.window),
+            masks=self._masks(visible, num_keys),
         )
 
-    def _masks(self, visible: Tensor | None, num_keys: int, window: int | None) -> dict[_MaskKind, Tensor | None]:
+    def _masks(self, visible: Tensor | None, num_keys: int) -> dict[_MaskKind, Tensor | None]:
         """Of all kinds of layers, from `visible` bool [B, Q, K]; None: everything is visible."""
         masks: dict[_MaskKind, Tensor | None] = {}
         for kind in self._mask_kinds:
             if kind not in masks:
-                seen = self._in_window(visible, num_keys, kind.window if window is None else window)
+                seen = self._in_window(visible, num_keys, kind.window)
                 masks[kind] = None if seen is None else self._additive(seen, kind.fold)
         return masks
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,10 @@ from specray.ops.attention_torch import TorchAttention
 from specray.ops.device_ops import ops_on
 from specray.ops.gpu import check_triton
 from specray.ops.layer_attention import LayerAttention
+
+if TYPE_CHECKING:  # triton is installed on machines with GPUs only
+    from specray.ops.gpu.attention import TritonAttention
+    from specray.ops.gpu.routed_attention import Route
 
 _HALF_TYPES = (torch.bfloat16, torch.float16)
 
@@ -32,29 +36,18 @@ def make_backend(
     SpeculativeConfig.attention_mode; a drafter's trees, which grow by one level at a time, are decoded.
     `layers` says how each layer attends; None: all in the default way. ValueError if they do not fit the pool.
     """
-    if layers is not None:
-        return _of_layers(name, pool, num_heads, layers)
     ops = ops_on(pool.device)
     assert pool.dtype is not torch.int8 or (name == "auto" and ops.reads_int8_kv), name  # see check_int8_kv
     if name == "flashinfer":
-        return _flashinfer(pool, num_heads, tree_mode)
+        return _flashinfer(pool, num_heads, tree_mode, layers)
     if name == "fa":
-        return _flash_attention(pool, num_heads, page_size, tree_mode)
+        return _flash_attention(pool, num_heads, page_size, tree_mode, layers)
     if name == "triton":
         check_triton(pool.device)
-        from specray.ops.gpu.attention import TritonAttention  # triton is installed on machines with GPUs only
+        from specray.ops.gpu.attention import TritonAttention
 
-        return TritonAttention(pool, num_heads)
-    return ops.attention(pool, num_heads) if name == "auto" else TorchAttention(pool, num_heads)
-
-
-def _of_layers(name: str, pool: Tensor, num_heads: int, layers: Sequence[LayerAttention]) -> AttentionBackend:
-    if name not in ("auto", "torch") or pool.device.type != "cpu" or pool.dtype is torch.int8:
-        raise ConfigError(
-            f"attention_backend={name} on {pool.device.type} with a KV pool of {pool.dtype} computes only layers that "
-            "attend in the default way; set it to torch, on a CPU"
-        )
-    return TorchAttention(pool, num_heads, layers)
+        return TritonAttention(pool, num_heads, layers)
+    return (ops.attention if name == "auto" else TorchAttention)(pool, num_heads, layers)
 
 
 def check_int8_kv(name: str, device: torch.device) -> None:
@@ -66,49 +59,68 @@ def check_int8_kv(name: str, device: torch.device) -> None:
         )
 
 
-def _flashinfer(pool: Tensor, num_heads: int, tree_mode: str) -> AttentionBackend:
+def _flashinfer(
+    pool: Tensor, num_heads: int, tree_mode: str, layers: Sequence[LayerAttention] | None
+) -> AttentionBackend:
     library = _library("flashinfer", "flashinfer", "flashinfer-python", pool)
     from specray.ops.gpu.attention import TritonAttention
     from specray.ops.gpu.flashinfer_attention import FEW_QUERIES, HEAD_DIMS, FlashInferReader
-    from specray.ops.gpu.routed_attention import Read, RoutedAttention
+    from specray.ops.gpu.routed_attention import Read, Route, RoutedAttention
 
-    if pool.shape[-1] not in HEAD_DIMS:
-        sizes = ", ".join(map(str, HEAD_DIMS))
-        raise _unfit("flashinfer", f"has kernels for heads of {sizes}, and the model's are {pool.shape[-1]}")
-    triton = TritonAttention(pool, num_heads)
-    few, masked = (FlashInferReader(library, pool, num_heads, masks_trees) for masks_trees in (False, True))
-    many = FlashInferReader(library, pool, num_heads, masks_trees=False, kernels="auto")
+    triton = TritonAttention(pool, num_heads, layers)
+    with_triton, routes = _only_triton(triton), dict[tuple[float | None, ...], Route]()
 
-    def plan_causal(batch: AttentionBatch) -> Read:
-        return (few if max(batch.query_lens) <= FEW_QUERIES else many).plan(batch)
+    def route(layer: LayerAttention) -> Route:
+        if layer.head_dim not in HEAD_DIMS:
+            sizes = ", ".join(map(str, HEAD_DIMS))
+            raise _unfit("flashinfer", f"has kernels for heads of {sizes}, and the model's are {layer.head_dim}")
+        few, masked = (FlashInferReader(library, layer, triton.pools, masks_trees) for masks_trees in (False, True))
+        many = FlashInferReader(library, layer, triton.pools, masks_trees=False, kernels="auto")
 
-    def plan_trees(batch: AttentionBatch) -> Read:
-        if tree_mode == "decode" or batch.window is not None:
-            return triton.plan(batch).read
-        return masked.plan(batch)
+        def plan_causal(batch: AttentionBatch) -> Read:
+            return (few if max(batch.query_lens) <= FEW_QUERIES else many).plan(batch)
 
-    return RoutedAttention(pool, num_heads, plan_causal, plan_trees, triton, takes_chains=tree_mode == "prefill")
+        masks_trees = tree_mode != "decode" and layer.window is None
+        trees = masked.plan if masks_trees else with_triton.trees
+        return Route(plan_causal, trees, takes_chains=tree_mode == "prefill")
+
+    for layer in triton.layers:
+        if layer.kind not in routes and layer.sinks is None:
+            routes[layer.kind] = route(layer)
+    return RoutedAttention(
+        triton, [with_triton if layer.sinks is not None else routes[layer.kind] for layer in triton.layers]
+    )
 
 
-def _flash_attention(pool: Tensor, num_heads: int, page_size: int | None, tree_mode: str) -> AttentionBackend:
+def _flash_attention(
+    pool: Tensor, num_heads: int, page_size: int | None, tree_mode: str, layers: Sequence[LayerAttention] | None
+) -> AttentionBackend:
     library = _library("fa", "vllm.vllm_flash_attn", "vllm", pool)
     from specray.ops.gpu.attention import TritonAttention
     from specray.ops.gpu.flash_attention import LARGEST_HEAD_DIM, PAGE_MULTIPLE, FlashAttentionReader
-    from specray.ops.gpu.routed_attention import Read, RoutedAttention
+    from specray.ops.gpu.routed_attention import Route, RoutedAttention
 
-    triton = TritonAttention(pool, num_heads)
+    triton = TritonAttention(pool, num_heads, layers)
     if page_size is None:
         return triton
     if page_size % PAGE_MULTIPLE:
         raise _unfit("fa", f"needs a page_size that is a multiple of {PAGE_MULTIPLE}, and it is {page_size}")
-    if pool.shape[-1] > LARGEST_HEAD_DIM or pool.shape[-1] % 8:
-        raise _unfit("fa", f"has kernels for heads of up to {LARGEST_HEAD_DIM}, and the model's are {pool.shape[-1]}")
-    causal = FlashAttentionReader(library, page_size)
+    for dim in (layer.head_dim for layer in triton.layers):
+        if dim > LARGEST_HEAD_DIM or dim % 8:
+            raise _unfit("fa", f"has kernels for heads of up to {LARGEST_HEAD_DIM}, and the model's are {dim}")
+    with_triton = _only_triton(triton)
+    causal = FlashAttentionReader(library, page_size, triton.layers, triton.pools).plan
+    route = Route(causal, with_triton.trees, takes_chains=tree_mode == "prefill")
+    return RoutedAttention(triton, [route if layer.sinks is None else with_triton for layer in triton.layers])
 
-    def plan_trees(batch: AttentionBatch) -> Read:
+
+def _only_triton(triton: "TritonAttention") -> "Route":
+    from specray.ops.gpu.routed_attention import Read, Route
+
+    def plan(batch: AttentionBatch) -> Read:
         return triton.plan(batch).read
 
-    return RoutedAttention(pool, num_heads, causal.plan, plan_trees, triton, takes_chains=tree_mode == "prefill")
+    return Route(plan, plan)
 
 
 def _library(name: str, module: str, package: str, pool: Tensor) -> Any:

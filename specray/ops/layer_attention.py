@@ -27,6 +27,12 @@ class LayerAttention:
     num_kv_heads: int = 0  # with head_dim, the layer's share of a KV slot; 0: the pool's
     head_dim: int = 0
 
+    @property
+    def kind(self) -> tuple[float | None, ...]:
+        """What layers share that attend alike, apart from their sinks."""
+        sizes = (self.num_heads, self.num_kv_heads, self.head_dim)
+        return (self.window, self.scale, self.softcap, *sizes)
+
 
 def complete_layers(
     pool: Tensor, num_heads: int, layers: Sequence[LayerAttention] | None = None

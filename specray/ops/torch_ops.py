@@ -1,6 +1,7 @@
 """torch's operations, on any device: the executable specification of the other devices' (`device_ops`)."""
 
 import math
+from collections.abc import Sequence
 from typing import Self
 
 import torch
@@ -11,6 +12,7 @@ from specray.ops.attention import AttentionBackend, move_kv
 from specray.ops.attention_torch import TorchAttention
 from specray.ops.filters import padded_scores, scores
 from specray.ops.grouped_weight import Weight
+from specray.ops.layer_attention import LayerAttention
 from specray.ops.noise import gumbel, noise_keys
 from specray.ops.outcome import nodes as nodes_of
 from specray.ops.outcome import num_kept
@@ -124,9 +126,11 @@ class TorchOps:
 
     # Attention and KV
 
-    def attention(self, pool: Tensor, num_heads: int) -> AttentionBackend:
-        """Attention of `num_heads` query heads over `pool`."""
-        return TorchAttention(pool, num_heads)
+    def attention(
+        self, pool: Tensor, num_heads: int, layers: Sequence[LayerAttention] | None = None
+    ) -> AttentionBackend:
+        """Attention of `num_heads` query heads over `pool`; see `make_backend`."""
+        return TorchAttention(pool, num_heads, layers)
 
     def commit_paths(self, pool: Tensor, kv_slots: Tensor, outcome: Tensor) -> None:
         """Move the KV of accepted paths behind their prefixes in every layer; see `KVCache.commit`."""

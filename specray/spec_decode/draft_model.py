@@ -209,7 +209,7 @@ class DraftModel:
         self.reason_without_graphs = reason_without_graphs(model)
         self.network: TreeNetwork | None = None
         self.layer_attention = model.layer_attention
-        if isinstance(model, CausalLM) and model.layer_attention is None:
+        if isinstance(model, CausalLM):
             self.network = tree_network(
                 model.fused, model.embedding, None, model.norm, head, ids, self.vocab_size, output_is_normed=True
             )

@@ -36,7 +36,6 @@ class DraftKV:
     extra: Tensor | None = None
     reads_next_token: bool = True  # the model pairs a position with the token behind it
     num_layers: int = 1  # with KV of their own positions: layer k has none at the first k of a text
-    window: int | None = None  # see AttentionBatch
 
     def __post_init__(self) -> None:
         # Made once, so that a CUDA graph need not: KV slots [max_rows, topk] and depths [max_rows] of each level's
@@ -166,7 +165,7 @@ class ScheduledRows:
         requests, (slots, starts, ends), kv_slots, kv_lens = reads
         lengths = [request.end - request.start for request in requests]
         token_ids, positions, written, last = table.ops.extend_input(slots, starts, ends, sum(lengths))
-        attend = kv.attention.plan(_causal(lengths, kv_lens, kv_slots, written, kv))
+        attend = kv.attention.plan(_causal(lengths, kv_lens, kv_slots, written))
 
         def before() -> Tensor:
             index = RaggedIndex.of(ends - starts, sum(lengths))
@@ -191,7 +190,6 @@ class ScheduledRows:
                         slot_mapping=written,
                         tree_sizes=[(topk, level * topk)] * count,
                         tree_mask=sees,
-                        window=kv.window,
                     )
                 )
                 for kv_slots, (_, kv_lens) in zip(keys, self.prefixes, strict=True)
@@ -235,7 +233,7 @@ class ScheduledRows:
         known = first + torch.minimum(index.offsets, known_of_row - 1)
         last = (num_known + num_extra * gets_tree).cumsum(0)[:count, None] - 1
         last = last + torch.arange(-num_extra, 1, device=slots.device)
-        attend = kv.attention.plan(_causal(lengths, key_lens, keys, written, kv))
+        attend = kv.attention.plan(_causal(lengths, key_lens, keys, written))
 
         def before() -> Tensor:
             return table.kv_slots_at(row_slots, positions - 1)
@@ -248,9 +246,9 @@ def by_layer(plans: Sequence[Attend]) -> Attend:
     return plans[0] if len(plans) == 1 else lambda layer, q, kv: plans[layer](layer, q, kv)
 
 
-def _causal(lengths: list[int], kv_lens: list[int], kv_slots: Tensor, written: Tensor, kv: DraftKV) -> AttentionBatch:
+def _causal(lengths: list[int], kv_lens: list[int], kv_slots: Tensor, written: Tensor) -> AttentionBatch:
     """Consecutive tokens of each request."""
-    return AttentionBatch(lengths, kv_lens, kv_slots, written, [(0, 0)] * len(lengths), window=kv.window)
+    return AttentionBatch(lengths, kv_lens, kv_slots, written, [(0, 0)] * len(lengths))
 
 
 def _appended(kv_slots: Tensor, kv_lens: list[int], more: Tensor) -> Tensor:

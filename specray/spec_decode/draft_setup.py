@@ -9,6 +9,7 @@ from specray.config import SpeculativeConfig
 from specray.models.target_matrices import TargetMatrices
 from specray.ops.attention import AttentionBackend, make_pool, recordable, torch_dtype
 from specray.ops.backends import make_backend
+from specray.ops.layer_attention import LayerAttention
 from specray.ops.quantization import check_quantization, quantization_of_choice
 from specray.spec_decode.draft_rows import DraftKV
 from specray.spec_decode.drafter import TargetView
@@ -31,6 +32,9 @@ class HeadKV(Protocol):
     def head_dim(self) -> int: ...
 
     @property
+    def window(self) -> int | None: ...
+
+    @property
     def dtype(self) -> torch.dtype: ...
 
 
@@ -43,16 +47,17 @@ def scratch_slots(target: TargetView, per_row: int) -> Tensor:
 def head_attention(head: HeadKV, num_slots: int, target: TargetView) -> AttentionBackend:
     """Attention over a new KV pool of a draft head."""
     pool = make_pool(head.num_layers, num_slots, head.num_kv_heads, head.head_dim, head.dtype, target.device)
-    return make_backend(target.attention_backend, pool, head.num_heads)
+    layers = [LayerAttention(window=head.window)] * head.num_layers
+    return make_backend(target.attention_backend, pool, head.num_heads, layers=layers)
 
 
-def head_kv(head: HeadKV, shape: TreeShape, target: TargetView, window: int | None, num_layers: int = 1) -> DraftKV:
+def head_kv(head: HeadKV, shape: TreeShape, target: TargetView, num_layers: int = 1) -> DraftKV:
     """A new KV pool of a head whose trees have `shape`; see DraftKV."""
     nodes = scratch_slots(target, shape.topk * (shape.num_steps - 1))
     padding_slot = target.num_slots + nodes.numel()
     attention = head_attention(head, padding_slot + 1, target)
     last_position = target.context_length - 1
-    return DraftKV(attention, shape, last_position, padding_slot, nodes, num_layers=num_layers, window=window)
+    return DraftKV(attention, shape, last_position, padding_slot, nodes, num_layers=num_layers)
 
 
 def attention_without_graphs(attention: AttentionBackend) -> str | None:

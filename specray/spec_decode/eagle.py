@@ -45,7 +45,7 @@ class EagleDrafter:
         self.max_draft_tokens = shape.num_draft_tokens - 1
         self.aux_hidden_state_layers = head.aux_hidden_state_layers
         self._head = head
-        self._kv = head_kv(head, shape, target, head.window)
+        self._kv = head_kv(head, shape, target)
         self.reason_without_graphs = attention_without_graphs(self._kv.attention) or head.reason_without_graphs
         self._run_head = head.step_forward(self._kv.attention)
         self._extends_in_kernels = head.network is not None and self._run_head == head.network.extend

@@ -66,7 +66,7 @@ class FusedDrafts:
 
     def _limits(self, shape: TreeShape) -> TreeLimits:
         kv = self._kv
-        return TreeLimits(shape.topk, shape.num_steps, shape.num_draft_tokens - 1, kv.last_position, kv.window)
+        return TreeLimits(shape.topk, shape.num_steps, shape.num_draft_tokens - 1, kv.last_position)
 
     def _options(self, noise: TreeNoise | None) -> TreeOptions:
         if noise is None:

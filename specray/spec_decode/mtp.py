@@ -90,7 +90,7 @@ class StackDrafter:
         self.aux_hidden_state_layers = stack.aux_hidden_state_layers
         self._stack = stack
         count = stack.num_layers
-        self._kv = head_kv(stack, shape, target, window=None, num_layers=count)
+        self._kv = head_kv(stack, shape, target, num_layers=count)
         self.reason_without_graphs = attention_without_graphs(self._kv.attention) or stack.reason_without_graphs
         self._grower = TreeGrower(stack, self._kv, target.device)
         self._written = [WrittenSlots(target.num_slots) for _ in range(count)]

@@ -47,7 +47,7 @@ class ParallelDrafter:
         masks = scratch_slots(target, shape.num_steps - 1)  # their KV is discarded
         padding_slot = target.num_slots + masks.numel()
         attention, last_position = head_attention(head, padding_slot + 1, target), target.context_length - 1
-        self._kv = DraftKV(attention, shape, last_position, padding_slot, None, extra=masks, window=head.window)
+        self._kv = DraftKV(attention, shape, last_position, padding_slot, None, extra=masks)
         self._fused = FusedDrafts(head.network, self._kv, masks)
         self.reason_without_graphs = attention_without_graphs(attention) or head.reason_without_graphs
         self._written = WrittenSlots(target.num_slots)

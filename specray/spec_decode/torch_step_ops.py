@@ -347,7 +347,6 @@ class TorchTable:
         nodes: Tensor,
         width: int,
         padding_kv_slot: int,
-        window: int | None = None,
     ) -> ExtendInput:
         """The input of a draft head, at most `width` tokens for each request; arguments as in PaddedRows."""
         num_rows, num_nodes = nodes.shape
@@ -365,7 +364,6 @@ class TorchTable:
             kv_slots.where(is_token, 0).repeat_interleave(width, 0),
             (depth + 1).repeat(num_rows),
             kv_slots.where(is_token, padding_kv_slot).flatten(),
-            window,
         )
         row = torch.arange(num_rows, device=slots.device)
         return ExtendInput(

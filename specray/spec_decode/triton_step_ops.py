@@ -92,9 +92,8 @@ class TritonTable(TorchTable):
         nodes: Tensor,
         width: int,
         padding_kv_slot: int,
-        window: int | None = None,
     ) -> ExtendInput:
-        parts = (slots, num_kept, nodes, width, self.all_kv_slots, padding_kv_slot, window)
+        parts = (slots, num_kept, nodes, width, self.all_kv_slots, padding_kv_slot)
         return ExtendInput(*steps.extend_input(self.arena, *parts))
 
     def commit(self, slots: Tensor, outcome: Tensor, report: Tensor) -> None:

@@ -60,7 +60,7 @@ class PaddedRows:
             width = min(self._nodes.shape[1], kv.shape.num_steps + 1)  # the longest path of a tree
             ops, rows = self._table.ops, (self.slots, self._num_kept, self._nodes)
             assert isinstance(ops, TorchTable), "the CPU kernels have no graphs"
-            self._read = ops.padded_extend(*rows, width, kv.padding_slot, kv.window)
+            self._read = ops.padded_extend(*rows, width, kv.padding_slot)
         read, batch = self._read, self._read.attention
         if num_extra:
             return self._with_extra(kv, read, num_extra)
@@ -87,7 +87,7 @@ class PaddedRows:
                 seen, lengths = torch.cat((extra, seen), 1), lengths + number
                 sees = F.pad(sees, (number, 0), value=True) if topk > 1 else sees
             paths = pack_paths(sees, seen) if topk > 1 else (seen, lengths)
-            batch = PaddedBatch(prefix_lens, rows, table.kv_slots, *paths, written, kv.window)
+            batch = PaddedBatch(prefix_lens, rows, table.kv_slots, *paths, written)
             return by_layer([plan(_without_first(batch, layer)) for layer in range(kv.num_layers)])
 
         return attend_at
@@ -116,7 +116,6 @@ class PaddedRows:
             torch.cat(paths),
             torch.cat((known.path_lengths, (number + 1).repeat(count))),
             torch.cat((known.slot_mapping, extra.flatten())),
-            known.window,
         )
         place = torch.arange(num_known + count * num_extra, device=device)
         extras = Extras(place >= num_known, place.clamp(max=num_known - 1))

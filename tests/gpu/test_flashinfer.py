@@ -22,6 +22,7 @@ from specray.ops.backends import make_backend
 from specray.ops.gpu.attention import TritonAttention
 from specray.ops.gpu.flashinfer_attention import FEW_QUERIES, FlashInferReader
 from specray.ops.gpu.routed_attention import RoutedAttention
+from specray.ops.layer_attention import LayerAttention
 from specray.sampling_params import SamplingParams
 from tests.support import toy
 from tests.support.engine import generate
@@ -57,13 +58,16 @@ BATCHES = {"chunks": CHUNKS, "decoding": DECODING, "trees": TREES, "all": [*CHUN
 kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind.dim}")
 
 
+DEFAULT = LayerAttention()
+
+
 @pytest.fixture(params=[0, FEW_QUERIES, SLOTS])
 def few_queries(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests with up to so many queries are FlashAttention-2's; others what flashinfer chooses, on Hopper 3's."""
     monkeypatch.setattr("specray.ops.gpu.flashinfer_attention.FEW_QUERIES", request.param)
 
 
-def rows_of(shapes: list[RequestShape], window: int | None = None, are_chains: bool = False) -> AttentionBatch:
+def rows_of(shapes: list[RequestShape], are_chains: bool = False) -> AttentionBatch:
     """On the GPU, with scattered KV slots."""
     order = np.random.default_rng(1).permutation(np.arange(PAGE, SLOTS))
     counts = [shape.num_known + len(shape.parents) - 1 for shape in shapes]
@@ -74,7 +78,6 @@ def rows_of(shapes: list[RequestShape], window: int | None = None, are_chains: b
         kv_slots=rows.kv_slots.cuda(),
         slot_mapping=rows.slot_mapping.cuda(),
         tree_mask=None if rows.tree_mask is None else rows.tree_mask.cuda(),
-        window=window,
         are_chains=are_chains,
     )
 
@@ -96,8 +99,8 @@ def inputs(kind: Kind, rows: AttentionBatch) -> tuple[Tensor, Tensor]:
     return q, torch.randn(total, 2, kind.kv_heads, kind.dim, dtype=kind.dtype, device="cuda")
 
 
-def backend_of(kind: Kind, pool: Tensor, tree_mode: str = "prefill") -> RoutedAttention:
-    backend = make_backend("flashinfer", pool, kind.kv_heads * kind.fold, None, tree_mode)
+def backend_of(kind: Kind, pool: Tensor, tree_mode: str = "prefill", way: LayerAttention = DEFAULT) -> RoutedAttention:
+    backend = make_backend("flashinfer", pool, kind.kv_heads * kind.fold, None, tree_mode, [DEFAULT, way])
     assert isinstance(backend, RoutedAttention)
     return backend
 
@@ -108,11 +111,11 @@ def require_close(kind: Kind, result: Tensor, expected: Tensor) -> None:
     assert error < TOLERANCE[kind.dtype], error  # not NaN either
 
 
-def check(kind: Kind, rows: AttentionBatch, tree_mode: str = "prefill") -> None:
+def check(kind: Kind, rows: AttentionBatch, tree_mode: str = "prefill", way: LayerAttention = DEFAULT) -> None:
     pool = make_kv(kind, rows)
     q, kv = inputs(kind, rows)
-    reference = TorchAttention(pool.float(), q.shape[1]).plan(rows)(1, q.float(), kv.float())
-    require_close(kind, backend_of(kind, pool, tree_mode).plan(rows)(1, q, kv), reference)
+    reference = TorchAttention(pool.float(), q.shape[1], [DEFAULT, way]).plan(rows)(1, q.float(), kv.float())
+    require_close(kind, backend_of(kind, pool, tree_mode, way).plan(rows)(1, q, kv), reference)
     assert torch.equal(pool[1, rows.slot_mapping], kv)
 
 
@@ -138,8 +141,16 @@ def test_trees_can_be_tritons(name: str) -> None:
 @pytest.mark.usefixtures("few_queries")
 def test_windows(window: int) -> None:
     """Trees in a window are Triton's."""
-    check(KINDS[0], rows_of([*CHUNKS, *DECODING], window))
-    check(KINDS[0], rows_of([*CHUNKS, *TREES], window))
+    check(KINDS[0], rows_of([*CHUNKS, *DECODING]), way=LayerAttention(window=window))
+    check(KINDS[0], rows_of([*CHUNKS, *TREES]), way=LayerAttention(window=window))
+
+
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_softcap_and_sinks(has_sinks: bool) -> None:
+    """Layers with sinks are Triton's."""
+    kind = KINDS[0]
+    sinks = torch.linspace(-1, 2, kind.kv_heads * kind.fold) if has_sinks else None
+    check(kind, rows_of([*CHUNKS, *DECODING, *TREES]), way=LayerAttention(scale=0.3, softcap=5.0, sinks=sinks))
 
 
 @kinds

@@ -53,7 +53,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
             pages = self._call.paged_kv_indices[self._pages[request] : self._pages[request + 1]].long()
             k, v = (cache[pages].flatten(0, 1)[: self._kv_len(request)] for cache in (keys, values))
             sees = self._sees(request, queries.stop - queries.start, len(k))
-            out[queries] = _attend(call.q[queries], k, v, sees, self._call.sm_scale)
+            out[queries] = _attend(call.q[queries], k, v, sees, self._call.sm_scale, self._call.logits_soft_cap)
         return out
 
     def _kv_len(self, request: int) -> int:
@@ -91,7 +91,7 @@ def flash_attn_varlen_func(*args: Any, **kwargs: Any) -> Tensor:
         key = torch.arange(num_keys)
         sees = (key <= place) & ((key >= place - left) | (left < 0)) & ((key <= place + right) | (right < 0))
         own = slice(starts[request], starts[request + 1])
-        out[own] = _attend(call.q[own], k, v, sees, call.softmax_scale)
+        out[own] = _attend(call.q[own], k, v, sees, call.softmax_scale, call.softcap)
     return out
 
 
@@ -99,10 +99,12 @@ def is_fa_version_supported(*args: Any, **kwargs: Any) -> bool:
     return bool(_bound("vllm", "is_fa_version_supported", *args, **kwargs).fa_version == 2)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, sees: Tensor, scale: float) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, sees: Tensor, scale: float, softcap: float | None) -> Tensor:
     """[Q, heads, dim]"""
     fold = q.shape[1] // k.shape[1]
     k, v = (part.double().repeat_interleave(fold, 1) for part in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
+    if softcap:
+        scores = (scores / softcap).tanh() * softcap
     probs = scores.masked_fill(~sees, -torch.inf).softmax(-1)
     return torch.einsum("hqk,khd->qhd", probs, v).to(q.dtype)

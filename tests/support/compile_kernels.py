@@ -34,6 +34,10 @@ from specray.ops.gpu.attention import num_warps
 
 CAPABILITIES = (80, 90)
 HEADS = [(4, 8, 128), (8, 1, 128), (7, 4, 128)]  # group, KV heads, head dim: Llama 8B, a rank of 70B, Qwen2.5 7B
+WAYS = (  # in which a layer attends: the default, and all at once
+    {"WINDOW": 0, "CAPPED": False, "HAS_SINKS": False},
+    {"WINDOW": 128, "CAPPED": True, "HAS_SINKS": True},
+)
 POINTERS = {
     "out": "*bf16",
     "partial_mixed": "*fp32",
@@ -49,7 +53,7 @@ POINTERS = {
     "slot_mapping": "*i64",
     "block_experts": "*i32",
     "block_pairs": "*i32",
-    **dict.fromkeys(("logits", "temperature", "lowest", "top_p", "min_p"), "*fp32"),
+    **dict.fromkeys(("sinks", "logits", "temperature", "lowest", "top_p", "min_p"), "*fp32"),
     **dict.fromkeys(("mask", "keys", "best", "best_ids", "scores"), "*i32"),
     **dict.fromkeys(("starts", "num_nodes", "seeds", "lengths", "parents", "drafts"), "*i64"),
     **dict.fromkeys(("tokens", "path", "chosen", "top_k", "nodes", "counts"), "*i64"),
@@ -63,7 +67,7 @@ POINTERS = {
     **dict.fromkeys(("pending_tokens", "pending_parents", "pending_nodes"), "*i64"),
     **dict.fromkeys(("pending_scores", "node_scores", "least"), "*fp32"),
 }
-SCALARS = {"scale": "fp32", "eps": "fp32", "smallest": "fp32", "largest": "fp32"}
+SCALARS = {"scale": "fp32", "eps": "fp32", "smallest": "fp32", "largest": "fp32", "cap": "fp32"}
 MMA_WARPS = re.compile(r"mma<\{[^}]*warpsPerCTA = \[([^\]]*)\]")
 INTEGERS = ("outs", "ins", "first_id", "max_depth", "max_nodes", "count", "padding_slot", "padding_kv_slot")
 
@@ -82,15 +86,16 @@ def cases() -> Iterator[Case]:
     for group, kv_heads, dim in HEADS:
         shape = {"DIM": dim, "DIM_PADDED": triton.next_power_of_2(dim)}
         blocks = {"KEYS": attention_kernels.KEYS, "CHUNK": attention_kernels.CHUNK}
-        for rows, splits, padded in ((16, True, True), (16, True, False), (16, False, True), (32, False, False)):
-            heads = {"GROUP": group, "KV_HEADS": kv_heads, "ROWS": rows, "WINDOW": 0, "SPLIT": splits, "PADDED": padded}
+        tiles = ((16, True, True), (16, True, False), (16, False, True), (32, False, False))
+        for (rows, splits, padded), ways in product(tiles, WAYS):
+            heads = {"GROUP": group, "KV_HEADS": kv_heads, "ROWS": rows, "SPLIT": splits, "PADDED": padded}
             warps = num_warps(rows, torch.bfloat16)
-            yield Case(attention_kernels.attend_tiles, shape | blocks | heads, warps)
+            yield Case(attention_kernels.attend_tiles, shape | blocks | heads | ways, warps)
         num_heads = group * kv_heads
         heads = {"HEADS": num_heads, "HEADS_PADDED": triton.next_power_of_2(num_heads)}
         yield Case(
             attention_kernels.merge_chunks,
-            shape | heads | {"CHUNK": attention_kernels.CHUNK, "WINDOW": 0, "PADDED": True},
+            shape | heads | {"CHUNK": attention_kernels.CHUNK, "WINDOW": 128, "HAS_SINKS": True, "PADDED": True},
         )
         rotated = {"Q_HEADS": num_heads, "KV_HEADS": kv_heads, "DIM": dim, "HALF_PADDED": dim // 2, "HAS_NORM": True}
         yield Case(layer_kernels.rotate_head, rotated, num_warps=1)
@@ -169,7 +174,11 @@ def compiled(case: Case, capability: int) -> dict[str, Any]:
     signature = {name: case.types.get(name) or _type(name, case.dtype) for name in names}
     signature |= dict.fromkeys(case.constants, "constexpr")
     # What the launcher finds out about arguments: aligned pointers, and strides that are multiples of 16.
-    aligned = [name for name, kind in signature.items() if kind.startswith("*") or name in ("q_stride", "outs", "ins")]
+    aligned = [
+        name
+        for name, kind in signature.items()
+        if kind.startswith("*") or name in ("q_stride", "slot_stride", "outs", "ins")
+    ]
     source = ASTSource(
         fn=case.kernel,
         signature=signature,

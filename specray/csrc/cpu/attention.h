@@ -19,10 +19,10 @@ namespace specray {
 // A tile for one KV head. `keys` are those of its queries; q and out are [queries, heads, dim] of the request.
 template <class T, bool PAIRS>
 void attend_tile(
-    const Pool& pool, const Requests& requests, const QueryTile& tile, const Keys* keys, int kv_head, int num_heads,
+    const LayerAttention& layer, const Requests& requests, const QueryTile& tile, const Keys* keys, int kv_head,
     const float* q, int64_t q_stride, float* out, const Ahead::Slots& next) {
-  const int dim = pool.dim, fold = num_heads / pool.num_heads, num_queries = tile.count();
-  const float scale = 1.0f / std::sqrt(float(dim));
+  const Pool& pool = layer.pool;
+  const int dim = pool.dim, num_heads = layer.num_heads, fold = layer.fold(), num_queries = tile.count();
   std::vector<Running> runs;
   runs.reserve(num_queries * fold);
   std::vector<bfloat16> rounded(PAIRS ? num_queries * fold * dim : 0);
@@ -30,7 +30,7 @@ void attend_tile(
   for (int i = 0; i < num_queries; ++i) {
     most = std::max(most, keys[i].count());
     most_shared = std::max(most_shared, keys[i].shared);
-    first = std::min(first, keys[i].first);
+    first = std::min(first, keys[i].first(layer.window));
     for (int head = kv_head * fold; head < (kv_head + 1) * fold; ++head) {
       float* to = out + (int64_t(tile.begin + i) * num_heads + head) * dim;
       std::fill(to, to + dim, 0.0f);
@@ -38,6 +38,7 @@ void attend_tile(
       bfloat16* pairs = rounded.data() + runs.size() * dim;
       for (int d = 0; PAIRS && d < dim; ++d) from_float(from[d], pairs + d);
       runs.emplace_back(from, pairs, to);
+      if (layer.sinks) runs.back().begin_with(layer.sinks[head]);
     }
   }
   const int64_t* slots = requests.slots_of(tile.request);
@@ -54,7 +55,7 @@ void attend_tile(
       v[key] = pool_row<T>(pool, slots[block + key], 1, kv_head);
     }
     for (int i = 0; i < num_queries; ++i) {
-      const int count = std::min(KEYS, keys[i].count() - block), skipped = std::max(0, keys[i].first - block);
+      const int count = std::min(KEYS, keys[i].count() - block), skipped = std::max(0, keys[i].first(layer.window) - block);
       if (count <= skipped) continue;
       const T *own[KEYS], *own_values[KEYS];
       const T* const* use_k = k;
@@ -71,7 +72,7 @@ void attend_tile(
         use_k = own;
         use_v = own_values;
       }
-      add_block<T, PAIRS>(runs.data() + i * fold, fold, dim, ahead, use_k, use_v, skipped, count, scale);
+      add_block<T, PAIRS>(runs.data() + i * fold, fold, dim, ahead, use_k, use_v, skipped, count, layer.scale, layer.softcap);
     }
   }
   for (Running& run : runs) {
@@ -84,9 +85,9 @@ void attend_tile(
 }
 
 // Queries that a tile has at most.
-inline int most_queries(const Pool& pool, int num_heads) {
+inline int most_queries(const LayerAttention& layer) {
 #if defined(SPECRAY_TILES)
-  if (TiledAttention::is_for(pool)) return TiledAttention::most_queries(num_heads / pool.num_heads);
+  if (TiledAttention::is_for(layer.pool)) return TiledAttention::most_queries(layer.fold());
 #endif
   return 8;
 }
@@ -94,16 +95,19 @@ inline int most_queries(const Pool& pool, int num_heads) {
 // Calls `attend(tile, its keys, KV head, slots that are read next)` for all tiles and KV heads, shared by the team.
 template <class Attend>
 void share_tiles(
-    const Pool& pool, const Requests& requests, const Queries& queries, Member& member, const Attend& attend) {
+    const LayerAttention& layer, const Requests& requests, const Queries& queries, Member& member,
+    const Attend& attend) {
+  const int num_heads = layer.pool.num_heads;
   const std::vector<QueryTile>& tiles = queries.tiles;
-  member.share(int(tiles.size()) * pool.num_heads, [&](int index) {
-    const int number = index / pool.num_heads, head = index % pool.num_heads;
+  member.share(int(tiles.size()) * num_heads, [&](int index) {
+    const int number = index / num_heads, head = index % num_heads;
     const QueryTile& tile = tiles[number];
     Ahead::Slots next{};
     if (number + 1 < int(tiles.size()) && tiles[number + 1].request != tile.request) {
       constexpr int MOST = 8 * KEYS;  // that fit into the cache; each head brings a share of them closer
-      const int request = tiles[number + 1].request, count = std::min(MOST, requests.kv_lens[request]);
-      const int from = count * head / pool.num_heads, to = count * (head + 1) / pool.num_heads;
+      const int request = tiles[number + 1].request, first = queries.keys_of_tile(tiles[number + 1])->first(layer.window);
+      const int count = std::min(MOST, requests.kv_lens[request] - first);
+      const int from = first + count * head / num_heads, to = first + count * (head + 1) / num_heads;
       next = {requests.slots_of(request) + from, to - from};
     }
     attend(tile, queries.keys_of_tile(tile), head, next);
@@ -113,16 +117,16 @@ void share_tiles(
 // Attention of all queries. What multiplies is chosen once for all of them.
 template <class T>
 void attend(
-    const Pool& pool, const Requests& requests, const Queries& queries, int num_heads, const float* q, int64_t q_stride,
+    const LayerAttention& layer, const Requests& requests, const Queries& queries, const float* q, int64_t q_stride,
     float* out, Member& member) {
   const auto q_of = [&](const QueryTile& tile) { return q + tile.first * q_stride; };
-  const auto out_of = [&](const QueryTile& tile) { return out + tile.first * num_heads * pool.dim; };
+  const auto out_of = [&](const QueryTile& tile) { return out + tile.first * layer.num_heads * layer.pool.dim; };
 #if defined(SPECRAY_TILES)
   if constexpr (std::is_same_v<T, bfloat16>) {
-    if (TiledAttention::is_for(pool)) {
-      TiledAttention tiled(pool, requests, num_heads);
+    if (TiledAttention::is_for(layer.pool)) {
+      TiledAttention tiled(layer, requests);
       return share_tiles(
-          pool, requests, queries, member,
+          layer, requests, queries, member,
           [&](const QueryTile& tile, const Keys* keys, int head, const Ahead::Slots& next) {
             tiled.attend(tile, keys, head, q_of(tile), q_stride, out_of(tile), next);
           });
@@ -131,27 +135,26 @@ void attend(
 #endif
   const auto in_vectors = [&](auto pairs) {
     share_tiles(
-        pool, requests, queries, member,
+        layer, requests, queries, member,
         [&](const QueryTile& tile, const Keys* keys, int head, const Ahead::Slots& next) {
-          attend_tile<T, pairs.value>(
-              pool, requests, tile, keys, head, num_heads, q_of(tile), q_stride, out_of(tile), next);
+          attend_tile<T, pairs.value>(layer, requests, tile, keys, head, q_of(tile), q_stride, out_of(tile), next);
         });
   };
 #if defined(__AVX512BF16__)
   if constexpr (CAN_USE_PAIRS<T>)
-    if (PairHeads<1>::is_for(pool.dim)) return in_vectors(std::true_type());
+    if (PairHeads<1>::is_for(layer.pool.dim)) return in_vectors(std::true_type());
 #endif
   in_vectors(std::false_type());
 }
 
 inline void attend_any(
-    const Pool& pool, const Requests& requests, const Queries& queries, int num_heads, const float* q, int64_t q_stride,
+    const LayerAttention& layer, const Requests& requests, const Queries& queries, const float* q, int64_t q_stride,
     float* out, Member& member) {
-  switch (pool.type) {
-    case 0: return attend<float>(pool, requests, queries, num_heads, q, q_stride, out, member);
-    case 1: return attend<bfloat16>(pool, requests, queries, num_heads, q, q_stride, out, member);
-    case Pool::INT8: return attend<scaled_int8>(pool, requests, queries, num_heads, q, q_stride, out, member);
-    default: return attend<float16>(pool, requests, queries, num_heads, q, q_stride, out, member);
+  switch (layer.pool.type) {
+    case 0: return attend<float>(layer, requests, queries, q, q_stride, out, member);
+    case 1: return attend<bfloat16>(layer, requests, queries, q, q_stride, out, member);
+    case Pool::INT8: return attend<scaled_int8>(layer, requests, queries, q, q_stride, out, member);
+    default: return attend<float16>(layer, requests, queries, q, q_stride, out, member);
   }
 }
 

@@ -20,6 +20,12 @@ struct Running {
   float total = 0.0f;
 
   Running(const float* q, const bfloat16* q_pairs, float* out) : q(q), q_pairs(q_pairs), out(out) {}
+
+  // As if a key with this score and a value of zeros came first.
+  void begin_with(float sink) {
+    most = sink;
+    total = 1.0f;
+  }
 };
 
 #if defined(__AVX512BF16__)
@@ -160,8 +166,8 @@ class Heads {
   Heads(Running* runs, int dim, Ahead& ahead) : runs_(runs), dim_(dim), ahead_(ahead) {}
 
   // Adds a block of `count` keys, of which the first `skipped` are outside the window. k and v have KEYS rows; what
-  // those from `count` on hold does not matter.
-  void add(const T* const* k, const T* const* v, int skipped, int count, float scale) {
+  // those from `count` on hold does not matter. For `scale` and `softcap` see LayerAttention.
+  void add(const T* const* k, const T* const* v, int skipped, int count, float scale, float softcap) {
     alignas(64) float weights[H][KEYS];
     Ints places;
     for (int i = 0; i < WIDTH; ++i) places[i] = i;
@@ -175,7 +181,9 @@ class Heads {
       if constexpr (std::is_same_v<T, scaled_int8>)
         for (int i = 0; i < WIDTH; ++i) scales[i] *= row_scale(k[key + i], dim_);
       for (int h = 0; h < H; ++h) {
-        const Floats scores = is_seen ? dots[h] * scales : splat(-INFINITY);
+        Floats scores = dots[h] * scales;
+        if (softcap != 0.0f) [[unlikely]] scores = capped(scores, softcap);
+        scores = is_seen ? scores : splat(-INFINITY);
         store(weights[h] + key, scores);
         best[h] = largest(best[h], scores);
       }

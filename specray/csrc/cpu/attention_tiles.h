@@ -81,9 +81,9 @@ class TiledAttention {
   // Of a tile; prompts then fill four groups with each block of keys. `fold` query heads share a KV head.
   static int most_queries(int fold) { return std::max(1, PARTS * (MOST / fold)); }
 
-  TiledAttention(const Pool& pool, const Requests& requests, int num_heads)
-      : pool_(pool), requests_(requests), dim_(pool.dim), num_heads_(num_heads), fold_(num_heads / pool.num_heads),
-        buffers_(buffers_of_thread(pool.dim)), groups_(buffers_.groups) {}
+  TiledAttention(const LayerAttention& layer, const Requests& requests)
+      : layer_(layer), pool_(layer.pool), requests_(requests), dim_(pool_.dim), num_heads_(layer.num_heads),
+        fold_(layer.fold()), buffers_(buffers_of_thread(dim_)), groups_(buffers_.groups) {}
   ~TiledAttention() { end_tiles(); }
 
   // `keys` are those of the tile's queries; q and out are [queries, heads, dim] of the request.
@@ -178,8 +178,8 @@ class TiledAttention {
     for (int i = 0; i < tile.count(); ++i) {
       num_keys = std::max(num_keys, keys[i].count());
       num_shared = std::max(num_shared, keys[i].shared);
-      first = std::min(first, keys[i].first);
-      seen_from = std::max(seen_from, keys[i].first);
+      first = std::min(first, keys[i].first(layer_.window));
+      seen_from = std::max(seen_from, keys[i].first(layer_.window));
       seen_to = std::min(seen_to, keys[i].shared);
       has_tree |= !keys[i].others.empty();
     }
@@ -277,7 +277,7 @@ class TiledAttention {
 
   template <int COLUMNS>
   void begin(Group& group, const QueryTile& tile, const Keys* keys, int kv_head, const float* q, int64_t q_stride) {
-    const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(float(dim_)));
+    const __m512 scale = _mm512_set1_ps(layer_.scale);
     const int pairs = dim_ / 2;
     std::vector<int32_t>& rounded = buffers_.rounded;
     rounded.resize(MOST * pairs);
@@ -289,9 +289,10 @@ class TiledAttention {
       for (int d = 0; d < dim_; d += WIDTH)
         store(rounded.data() + i * pairs + d / 2, _mm512_cvtneps_pbh(_mm512_mul_ps(_mm512_loadu_ps(from + d), scale)));
       group.num_keys[i] = keys[row / fold_].count();
-      group.first_key[i] = keys[row / fold_].first;
-      group.most[i] = -INFINITY;
-      group.total[i] = 0.0f;
+      group.first_key[i] = keys[row / fold_].first(layer_.window);
+      // A sink is as a key that comes first and has a value of zeros.
+      group.most[i] = layer_.sinks ? layer_.sinks[kv_head * fold_ + row % fold_] : -INFINITY;
+      group.total[i] = layer_.sinks ? 1.0f : 0.0f;
     }
     if constexpr (COLUMNS == MOST) {
       for (int pair = 0; pair < pairs; pair += 16)
@@ -335,7 +336,7 @@ class TiledAttention {
 
   // One head's rows of keys (0) or values (1), and from one slot's to the next.
   const bfloat16* rows_of(int which, int kv_head) const { return pool_row<bfloat16>(pool_, 0, which, kv_head); }
-  int64_t slot_size() const { return int64_t(2) * pool_.num_heads * dim_; }
+  int64_t slot_size() const { return pool_.slot_bytes / int64_t(sizeof(bfloat16)); }
 
   // Up to 16 keys: where they lie if they fill a register and follow each other, otherwise a copy in place `number` of
   // the buffer.
@@ -383,7 +384,7 @@ class TiledAttention {
     __m512i most{};
     for (int key = std::max(0, from - block) / 2 * 2; key < std::min(KEYS, end - block); key += 2) {
       const auto value = [&](int k) -> const bfloat16* {
-        if (k >= keys.count() || k < keys.first) return nullptr;
+        if (k >= keys.count() || k < keys.first(layer_.window)) return nullptr;
         return pool_row<bfloat16>(pool_, slots[k < keys.shared ? k : keys.others[k - keys.shared]], 1, kv_head);
       };
       store_pairs(value(block + key), value(block + key + 1), buffers_.own_values.get() + key * dim_, most);
@@ -445,7 +446,9 @@ class TiledAttention {
     __m512 best = none;
     for (int i = 0; i < VECTORS; ++i) {
       const __mmask16 is_seen = _mm512_cmplt_epi32_mask(key, ends) & _mm512_cmpge_epi32_mask(key, firsts);
-      const __m512 v = _mm512_mask_blend_ps(is_seen, none, _mm512_load_ps(scores + i * WIDTH));
+      __m512 v = _mm512_load_ps(scores + i * WIDTH);
+      if (layer_.softcap != 0.0f) [[unlikely]] v = __m512(capped(Floats(v), layer_.softcap));
+      v = _mm512_mask_blend_ps(is_seen, none, v);
       _mm512_store_ps(scores + i * WIDTH, v);
       best = __m512(largest(Floats(best), Floats(v)));
       key = _mm512_add_epi32(key, _mm512_set1_epi32(STEP));
@@ -532,6 +535,7 @@ class TiledAttention {
     }
   }
 
+  const LayerAttention& layer_;
   const Pool& pool_;
   const Requests& requests_;
   const int dim_, num_heads_, fold_;

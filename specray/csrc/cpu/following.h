@@ -28,8 +28,7 @@ inline Step step_after(const Step& before, const Arena& arena, const int64_t* sl
   step.count = count;
   step.positions = positions;
   step.written = written;
-  step.requests = {int32_t(count), int32_t(width), 0, 0, before.requests.window, query_lens, kv_lens, tree_sizes, kv_slots,
-                   nullptr};
+  step.requests = {int32_t(count), int32_t(width), 0, 0, query_lens, kv_lens, tree_sizes, kv_slots, nullptr};
   step.read_lens = nullptr;
   return step;
 }

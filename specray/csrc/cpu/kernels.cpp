@@ -120,19 +120,20 @@ void specray_gated(
 // Writes kv [count, 2, kv_heads, dim] to slots `written`, then out [count, heads, dim] = attention of q over the pool.
 // q, kv and out are of `type`; the pool may be in int8.
 void specray_attention(
-    const Pool* pool, const Requests* requests, const int64_t* written, int64_t count, int32_t num_heads,
+    const LayerAttention* layer, const Requests* requests, const int64_t* written, int64_t count,
     const void* q, const void* kv, void* out, int32_t type, int32_t num_threads) {
-  const int64_t width = int64_t(num_heads) * pool->dim, kv_width = int64_t(pool->num_heads) * pool->dim;
+  const Pool& pool = layer->pool;
+  const int64_t width = int64_t(layer->num_heads) * pool.dim, kv_width = int64_t(pool.num_heads) * pool.dim;
   std::vector<float> queries(count * width), seen(count * width);
-  const Queries of_requests(*requests, most_queries(*pool, num_heads), nullptr);
+  const Queries of_requests(*requests, most_queries(*layer), nullptr);
   run_on_team(num_threads, 3, [&](Member& member) {
     std::vector<float> row(2 * kv_width);
     member.share(int(count), [&](int64_t r) {
       read_row(q, type, r * width, int(width), queries.data() + r * width);
       read_row(kv, type, r * 2 * kv_width, int(2 * kv_width), row.data());
-      write_kv(*pool, written[r], row.data(), row.data() + kv_width);
+      write_kv(pool, written[r], row.data(), row.data() + kv_width);
     });
-    attend_any(*pool, *requests, of_requests, num_heads, queries.data(), width, seen.data(), member);
+    attend_any(*layer, *requests, of_requests, queries.data(), width, seen.data(), member);
     member.share(int(count), [&](int64_t r) {
       write_values(seen.data() + r * width, int(width), out, type, r * width);
     });

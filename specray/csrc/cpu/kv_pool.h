@@ -16,9 +16,22 @@ struct Pool {
   static constexpr int32_t BFLOAT16 = 1, INT8 = 3;
 
   void* data;  // of one layer: [slots, 2, heads, dim]; in INT8 a head's row is followed by its float32 scale
-  int32_t type;  // FLOAT32, BFLOAT16, FLOAT16 or INT8
+  int64_t slot_bytes;  // from one slot to the next
+  int32_t type;        // FLOAT32, BFLOAT16, FLOAT16 or INT8
   int32_t num_heads;
   int32_t dim;
+};
+
+// How the queries of one layer attend.
+struct LayerAttention {
+  Pool pool;
+  int32_t num_heads;   // of queries
+  int32_t window;      // a query sees keys less than this far before its own; 0: all
+  float scale;         // of scores
+  float softcap;       // scores become softcap * tanh(score / softcap); 0: they stay
+  const float* sinks;  // [num_heads]: logits that only join the sums of the softmax; null: none
+
+  int fold() const { return num_heads / pool.num_heads; }  // query heads that share a KV head
 };
 
 // Elements of a head's row, its scale included.
@@ -37,7 +50,8 @@ inline float row_scale(const scaled_int8* row, int dim) {
 // One head's key (0) or value (1) of a slot.
 template <class T>
 inline const T* pool_row(const Pool& pool, int64_t slot, int which, int head) {
-  return static_cast<const T*>(pool.data) + ((slot * 2 + which) * pool.num_heads + head) * row_size<T>(pool.dim);
+  const char* data = static_cast<const char*>(pool.data) + slot * pool.slot_bytes;
+  return reinterpret_cast<const T*>(data) + (which * pool.num_heads + head) * row_size<T>(pool.dim);
 }
 
 // Slots that are read soon. They lie in many places, and waiting for one after the other takes longer than the
@@ -49,27 +63,27 @@ struct Ahead {
   };
 
   Ahead(const Pool& pool, int row_bytes, const Slots& first, const Slots& second)
-      : data_(static_cast<const char*>(pool.data)), slot_bytes_(int64_t(2) * pool.num_heads * row_bytes),
-        left_(first), then_(second) {}
+      : data_(static_cast<const char*>(pool.data)), slot_bytes_(pool.slot_bytes),
+        read_bytes_(int64_t(2) * pool.num_heads * row_bytes), left_(first), then_(second) {}
 
   [[gnu::always_inline]] void fetch() {  // a call would move all sums out of registers and back
     if (left_.count == 0) left_ = std::exchange(then_, Slots{});
     if (left_.count == 0) return;
     const char* slot = data_ + *left_.slots++ * slot_bytes_;
     --left_.count;
-    for (int64_t b = 0; b < slot_bytes_; b += LINE) __builtin_prefetch(slot + b, TO_READ, LARGER_CACHES);
+    for (int64_t b = 0; b < read_bytes_; b += LINE) __builtin_prefetch(slot + b, TO_READ, LARGER_CACHES);
   }
 
  private:
   const char* data_;
-  const int64_t slot_bytes_;
+  const int64_t slot_bytes_, read_bytes_;
   Slots left_, then_;
 };
 
 // Writes a row [heads, dim] of keys or values of one token.
 template <class T>
 inline void write_row(const Pool& pool, int64_t slot, int which, const float* from) {
-  T* to = static_cast<T*>(pool.data) + (slot * 2 + which) * pool.num_heads * pool.dim;
+  T* to = const_cast<T*>(pool_row<T>(pool, slot, which, 0));
   for (int i = 0; i < pool.num_heads * pool.dim; ++i) from_float(from[i], to + i);
 }
 

@@ -37,8 +37,7 @@ struct Step {
   const float* cos;          // [positions, dim]
   const float* sin;          // the same, signed for the half-split form
   Requests requests;
-  Pool pool;            // of the first layer
-  int64_t layer_bytes;  // from one layer's pool to the next
+  const LayerAttention* attention;  // [layers]
   // [requests]: of how many of a request's last rows anybody reads what leaves the last layer; null: of all. The other rows
   // only bring this layer their keys and values.
   const int32_t* read_lens;
@@ -124,7 +123,7 @@ class Stack {
   // [T, qkv.ins] is what the first layer reads if it has no input norm. Rows that nobody reads stay as they enter the last
   // layer.
   void run(const Step& step, const float* first_input, float* hidden, const Taps& taps, Member& member) {
-    const int size = sizes_.hidden, most = most_queries(step.pool, sizes_.num_heads);
+    const int size = sizes_.hidden, most = most_queries(*step.attention);
     std::vector<float> row(size);
     std::vector<int64_t> chosen;  // rows of the last layer, where not all
     if (step.read_lens) chosen = step.rows_read();
@@ -136,8 +135,7 @@ class Stack {
       if (!queries || read_lens) queries.emplace(step.requests, most, read_lens);
       const Layer& layer = layers_[i];
       const Inputs& inputs = inputs_[i];
-      Pool pool = step.pool;
-      pool.data = static_cast<char*>(step.pool.data) + i * step.layer_bytes;
+      const LayerAttention& attention = step.attention[i];
       member.share(count, [&](int r) {
         float* x = hidden + int64_t(r) * size;
         taps.copy(i, r, x, size);
@@ -155,9 +153,9 @@ class Stack {
             const int columns = std::min(LANES, width_ - channel);
             std::copy(values, values + columns, qkv_.data() + int64_t(r) * width_ + channel);
           });
-      member.share(count, [&](int r) { finish_qkv(layer, step, pool, r, has_queries); });
+      member.share(count, [&](int r) { finish_qkv(layer, step, attention.pool, r, has_queries); });
       if (!has_queries) return;
-      attend_any(pool, step.requests, *queries, sizes_.num_heads, qkv_.data(), width_, seen_.data(), member);
+      attend_any(attention, step.requests, *queries, qkv_.data(), width_, seen_.data(), member);
       if (read_lens) count = int(chosen.size());
       const auto place_of = [&](int r) { return read_lens ? chosen[r] : int64_t(r); };
       member.share(count, [&](int r) { inputs.out.set(r, seen_.data() + place_of(r) * q_width_); });

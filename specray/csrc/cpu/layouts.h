@@ -44,12 +44,12 @@ std::string layout(const char* name, size_t size, std::string names, const void*
 inline std::string layouts() {
   std::string text;
   LAYOUT(Matrix, kind, outs, ins, zero, data, bias);
-  LAYOUT(Pool, data, type, num_heads, dim);
-  LAYOUT(Requests, count, slots_width, mask_rows, mask_columns, window, query_lens, kv_lens, tree_sizes, kv_slots,
-      tree_mask);
+  LAYOUT(Pool, data, slot_bytes, type, num_heads, dim);
+  LAYOUT(LayerAttention, pool, num_heads, window, scale, softcap, sinks);
+  LAYOUT(Requests, count, slots_width, mask_rows, mask_columns, query_lens, kv_lens, tree_sizes, kv_slots, tree_mask);
   LAYOUT(Layer, input_norm, q_norm, k_norm, ffn_norm, qkv, out, gate_up, down);
   LAYOUT(Sizes, hidden, ffn, num_heads, num_kv_heads, dim, eps);
-  LAYOUT(Step, count, positions, written, cos, sin, requests, pool, layer_bytes, read_lens);
+  LAYOUT(Step, count, positions, written, cos, sin, requests, attention, read_lens);
   LAYOUT(Taps, copies, type, stride);
   LAYOUT(Screen, matrix, errors, norms);
   LAYOUT(EmbedAndHead, embedding, embedding_type, num_columns, norm, output, screen);
@@ -63,8 +63,7 @@ inline std::string layouts() {
       state_is_normed, output_is_normed, num_columns, output, output_rows, rows_type, target_ids, mask_state,
       mask_token);
   LAYOUT(Growth, num_trees, topk, num_levels, num_drafts, output, roots, positions, last_position, kv_slots, kv_lens,
-      scratch, slots_width, scratch_width, window, pool, layer_bytes, seeds, ends, temperature, tokens, parents,
-      scores, num_nodes);
+      scratch, slots_width, scratch_width, attention, seeds, ends, temperature, tokens, parents, scores, num_nodes);
   LAYOUT(Committed, count, slots, starts, ends, hidden_states, type);
   LAYOUT(StepRows, count, width, slots, starts, counts, tokens, parents, num_nodes);
   LAYOUT(PendingTrees, tokens, parents, num_nodes, scores, width);

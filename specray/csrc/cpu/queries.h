@@ -15,7 +15,6 @@ constexpr int KEYS = 64;  // that are computed together: blocks from key 0 of a 
 struct Requests {
   int32_t count;
   int32_t slots_width, mask_rows, mask_columns;
-  int32_t window;  // a query sees keys less than this far before its own; 0: all
   const int32_t* query_lens;
   const int32_t* kv_lens;     // the queries' own keys included
   const int32_t* tree_sizes;  // [count, 2]: the last n queries are nodes over the last m keys
@@ -28,24 +27,24 @@ struct Requests {
 // The keys of one query: `shared` committed ones, then `others`, which are numbers of keys of the request.
 struct Keys {
   int shared;
-  int first;  // keys before it are outside the window
   std::vector<int> others;
 
   int count() const { return shared + int(others.size()); }
+  // Keys before it are outside a window; 0: none is.
+  int first(int window) const { return window > 0 ? std::max(0, count() - window) : 0; }
 };
 
 inline Keys keys_of(const Requests& requests, int request, int query) {
   const int num_queries = requests.query_lens[request], kv_len = requests.kv_lens[request];
   const int nodes = requests.tree_sizes[2 * request], tree_keys = requests.tree_sizes[2 * request + 1];
   const int node = query - (num_queries - nodes);
-  Keys keys{kv_len - num_queries + query + 1, 0, {}};
+  Keys keys{kv_len - num_queries + query + 1, {}};
   if (node >= 0 && nodes > 0) {
     keys.shared = kv_len - tree_keys;
     const uint8_t* sees = requests.tree_mask + (int64_t(request) * requests.mask_rows + node) * requests.mask_columns;
     for (int key = 0; key < tree_keys; ++key)
       if (sees[key]) keys.others.push_back(keys.shared + key);
   }
-  if (requests.window > 0) keys.first = std::max(0, keys.count() - requests.window);
   return keys;
 }
 

@@ -394,6 +394,23 @@ struct Dot {
 
 inline float exp_of(float x) { return exp_of(splat(x))[0]; }
 
+// tanh(x) to about 2 units in the last place. NaN stays NaN.
+inline Floats tanh_of(Floats x) {
+  const Floats size = x < Floats{} ? -x : x, squared = x * x;
+  // Near 0 the quotient of exponentials has few digits; this polynomial is that of Cephes' tanhf.
+  Floats p = splat(-5.70498872745e-3f);
+  p = p * squared + 2.06390887954e-2f;
+  p = p * squared - 5.37397155531e-2f;
+  p = p * squared + 1.33314422036e-1f;
+  p = p * squared - 3.33332819422e-1f;
+  const Floats small = p * squared * x + x;
+  const Floats e = exp_of(size * -2.0f), large = (1.0f - e) / (1.0f + e);
+  return size < 0.625f ? small : x < Floats{} ? -large : large;
+}
+
+// Scores that saturate towards -cap and cap. One function for all kernels, so that no two of them round in other ways.
+[[gnu::noinline]] inline Floats capped(Floats scores, float cap) { return tanh_of(scores / cap) * cap; }
+
 // log(x) of positive normal numbers, to about 2 units in the last place.
 inline Floats log_of(Floats x) {
   const Words bits = bits_of<Words>(x) - 0x3F3504F3u;  // the mantissa of sqrt(1/2), so that m is around 1

@@ -79,9 +79,8 @@ struct Growth {
   const int64_t* kv_slots;   // [B, slots_width]: of the prefixes
   const int32_t* kv_lens;    // [B]
   const int64_t* scratch;    // [B, scratch_width]: KV slots of the nodes
-  int32_t slots_width, scratch_width, window;
-  Pool pool;  // of the first layer
-  int64_t layer_bytes;
+  int32_t slots_width, scratch_width;
+  const LayerAttention* attention;  // [layers]
   const int64_t* seeds;      // [B]; null, with the next two: no request is sampled
   const int64_t* ends;       // [B]: positions of the roots
   const float* temperature;  // [B]; 0: this request is not sampled
@@ -90,7 +89,7 @@ struct Growth {
   int64_t* num_nodes;         // [B]
 };
 
-// A pass of the draft model over `count` rows, without its requests but their window.
+// A pass of the draft model over `count` rows, without its requests.
 inline Step draft_pass(
     const DraftNetwork& network, const Growth& growth, int64_t count, const int64_t* positions, const int64_t* written) {
   Step step{};
@@ -99,9 +98,7 @@ inline Step draft_pass(
   step.written = written;
   step.cos = network.cos;
   step.sin = network.sin;
-  step.requests.window = growth.window;
-  step.pool = growth.pool;
-  step.layer_bytes = growth.layer_bytes;
+  step.attention = growth.attention;
   return step;
 }
 

@@ -1,16 +1,19 @@
 """Attention over a paged KV pool with the CPU kernels: prompt chunks, decoding and draft trees in one call."""
 
 import ctypes
+from collections.abc import Sequence
 from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from specray.ops.attention import AttentionBatch, head_dim_of
+from specray.ops.attention import AttentionBatch
 from specray.ops.cpu.library import Kernels
 from specray.ops.cpu.pointer import pointer
-from specray.ops.cpu.structs import FLOAT_TYPES, KV_TYPES, PoolStruct, RequestsStruct
+from specray.ops.cpu.structs import FLOAT_TYPES, KV_TYPES, LayerAttentionStruct, PoolStruct, RequestsStruct
 from specray.ops.cpu.threads import num_threads
+from specray.ops.layer_attention import LayerAttention, complete_layers, layer_pools
 
 
 def commit_paths(kernels: Kernels, pool: Tensor, kv_slots: Tensor, outcome: Tensor) -> None:
@@ -26,21 +29,31 @@ class PagedAttention:
 
     is_batch_invariant = True
 
-    def __init__(self, kernels: Kernels, pool: Tensor, num_heads: int) -> None:
+    def __init__(
+        self, kernels: Kernels, pool: Tensor, num_heads: int, layers: Sequence[LayerAttention] | None = None
+    ) -> None:
         self.kernels = kernels
         self.pool = pool
-        self.num_heads = num_heads
-        self.head_dim = head_dim_of(pool)
-        self.layer_bytes = pool.stride(0) * pool.itemsize  # from one layer's part of the pool to the next
-        sizes = KV_TYPES[pool.dtype], pool.shape[-2], self.head_dim
-        self._pools = [PoolStruct(pointer(layer), *sizes) for layer in pool]
+        self._layers = complete_layers(pool, num_heads, layers)
+        pools = layer_pools(pool, self._layers)
+        self._structs = (LayerAttentionStruct * len(pool))(*map(_struct, self._layers, pools))
 
     def plan(self, batch: AttentionBatch) -> "PagedAttend":
         return PagedAttend(self, batch)
 
-    def pool_of(self, layer: int) -> PoolStruct:
-        """One layer's part of the pool."""
-        return self._pools[layer]
+    def address_of(self, layer: int) -> int:
+        """Of the kernels' struct of a layer, which those of the layers after it follow."""
+        return ctypes.addressof(self._structs) + layer * ctypes.sizeof(LayerAttentionStruct)
+
+
+def _struct(layer: LayerAttention, pool: Tensor) -> LayerAttentionStruct:
+    """Of a complete layer and its pool."""
+    of_pool = PoolStruct(
+        pool.data_ptr(), pool.stride(0) * pool.itemsize, KV_TYPES[pool.dtype], layer.num_kv_heads, layer.head_dim
+    )
+    scale = np.float32(1) / np.sqrt(np.float32(layer.head_dim)) if layer.scale is None else layer.scale
+    sizes = layer.num_heads, layer.window or 0, scale, layer.softcap or 0.0
+    return LayerAttentionStruct(of_pool, *sizes, pointer(layer.sinks))
 
 
 class PagedAttend:
@@ -60,7 +73,6 @@ class PagedAttend:
             slots_width=kv_slots.shape[1],
             mask_rows=0 if mask is None else mask.shape[1],
             mask_columns=0 if mask is None else mask.shape[2],
-            window=batch.window or 0,
             query_lens=ctypes.addressof(query_lens),
             kv_lens=ctypes.addressof(kv_lens),
             tree_sizes=ctypes.addressof(trees),
@@ -73,14 +85,13 @@ class PagedAttend:
         backend = self.backend
         assert q.dtype == kv.dtype, (q.dtype, kv.dtype)
         assert backend.pool.dtype in (q.dtype, torch.int8), (q.dtype, backend.pool.dtype)
-        out = torch.empty(len(q), backend.num_heads * backend.head_dim, dtype=q.dtype)
+        out = torch.empty(len(q), q.shape[1] * q.shape[2], dtype=q.dtype)
         q, kv = q.contiguous(), kv.contiguous()
         backend.kernels.attention(
-            ctypes.byref(backend.pool_of(layer)),
+            backend.address_of(layer),
             ctypes.byref(self.requests),
             pointer(self.written),
             len(q),
-            backend.num_heads,
             pointer(q),
             pointer(kv),
             pointer(out),

@@ -182,7 +182,6 @@ class FusedLayers(PackedLayers):
             self.cos,
             self.sin,
             attend.requests,
-            attend.backend.pool_of(first_layer),
-            attend.backend.layer_bytes,
+            attend.backend.address_of(first_layer),
             None if read_lens is None else ctypes.addressof(read_lens),
         )

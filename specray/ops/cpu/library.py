@@ -20,7 +20,6 @@ from specray.ops.cpu.structs import (
     MatrixStruct,
     PassStruct,
     PendingTreesStruct,
-    PoolStruct,
     RequestsStruct,
     ScreenStruct,
     SizesStruct,
@@ -61,11 +60,10 @@ class Kernels:
         )
         self.attention = self._function(
             "attention",
-            POINTER(PoolStruct),
+            c_void_p,
             POINTER(RequestsStruct),
             c_void_p,
             c_int64,
-            c_int32,
             *[c_void_p] * 3,
             c_int32,
             c_int32,

@@ -1,5 +1,7 @@
 """The operations of a CPU by our C++ kernels."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,7 @@ from specray.ops.cpu.pointer import pointer
 from specray.ops.cpu.structs import FLOAT_TYPES
 from specray.ops.cpu.threads import use_kernel_threads
 from specray.ops.grouped_weight import Weight
+from specray.ops.layer_attention import LayerAttention
 from specray.ops.sampling_state import GREEDY_BELOW, SamplingBatch
 from specray.ops.torch_matrix import Linear
 from specray.ops.torch_ops import TorchOps
@@ -56,8 +59,10 @@ class CpuOps(TorchOps):
     def has_bfloat16(self, device: torch.device) -> bool:  # noqa: ARG002
         return True
 
-    def attention(self, pool: Tensor, num_heads: int) -> AttentionBackend:
-        return PagedAttention(self.kernels, pool, num_heads)
+    def attention(
+        self, pool: Tensor, num_heads: int, layers: Sequence[LayerAttention] | None = None
+    ) -> AttentionBackend:
+        return PagedAttention(self.kernels, pool, num_heads, layers)
 
     def commit_paths(self, pool: Tensor, kv_slots: Tensor, outcome: Tensor) -> None:
         commit_paths(self.kernels, pool, kv_slots, outcome)

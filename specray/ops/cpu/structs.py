@@ -27,18 +27,36 @@ class MatrixStruct(ctypes.Structure):
 class PoolStruct(ctypes.Structure):
     """`Pool` in kv_pool.h."""
 
-    _fields_ = (("data", c_void_p), ("type", c_int32), ("num_heads", c_int32), ("dim", c_int32))
+    _fields_ = (
+        ("data", c_void_p),
+        ("slot_bytes", c_int64),
+        ("type", c_int32),
+        ("num_heads", c_int32),
+        ("dim", c_int32),
+    )
+
+
+class LayerAttentionStruct(ctypes.Structure):
+    """`LayerAttention` in kv_pool.h."""
+
+    _fields_ = (
+        ("pool", PoolStruct),
+        ("num_heads", c_int32),
+        ("window", c_int32),
+        ("scale", c_float),
+        ("softcap", c_float),
+        ("sinks", c_void_p),
+    )
 
 
 class RequestsStruct(ctypes.Structure):
-    """`Requests` in attention.h."""
+    """`Requests` in queries.h."""
 
     _fields_ = (
         ("count", c_int32),
         ("slots_width", c_int32),
         ("mask_rows", c_int32),
         ("mask_columns", c_int32),
-        ("window", c_int32),
         ("query_lens", c_void_p),
         ("kv_lens", c_void_p),
         ("tree_sizes", c_void_p),
@@ -85,8 +103,7 @@ class StepStruct(ctypes.Structure):
         ("cos", c_void_p),
         ("sin", c_void_p),
         ("requests", RequestsStruct),
-        ("pool", PoolStruct),
-        ("layer_bytes", c_int64),
+        ("attention", c_void_p),
         ("read_lens", c_void_p),
     )
 
@@ -225,9 +242,7 @@ class GrowthStruct(ctypes.Structure):
         ("scratch", c_void_p),
         ("slots_width", c_int32),
         ("scratch_width", c_int32),
-        ("window", c_int32),
-        ("pool", PoolStruct),
-        ("layer_bytes", c_int64),
+        ("attention", c_void_p),
         ("seeds", c_void_p),
         ("ends", c_void_p),
         ("temperature", c_void_p),

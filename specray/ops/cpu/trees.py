@@ -23,7 +23,6 @@ class TreeLimits(NamedTuple):
     num_levels: int
     num_drafts: int
     last_position: int
-    window: int | None
 
 
 class TreeOptions(NamedTuple):
@@ -169,9 +168,7 @@ class TreeNetwork(PackedNetwork):
             last_position=limits.last_position,
             scratch=scratch.data_ptr(),
             scratch_width=scratch.stride(0),
-            window=limits.window or 0,
-            pool=attention.pool_of(0),
-            layer_bytes=attention.layer_bytes,
+            attention=attention.address_of(0),
             seeds=pointer(noise[0]),
             ends=pointer(noise[1]),
             temperature=pointer(noise[2]),

@@ -1,6 +1,7 @@
 """The attention backend of the Triton kernels."""
 
 import math
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from specray.ops.gpu.attention_kernels import CHUNK, KEYS, attend_tiles, merge_c
 from specray.ops.gpu.early_start import starts_early
 from specray.ops.gpu.layers import rotate_and_store
 from specray.ops.gpu.matrix import num_processors
+from specray.ops.layer_attention import LayerAttention, complete_layers, layer_pools
 
 # Of a tile of a prompt chunk. Tiles of 64 rows would use other tensor core instructions than those of decoding on
 # Hopper, whose sums may be rounded differently.
@@ -25,37 +27,36 @@ class TritonAttention:
 
     is_batch_invariant = True
 
-    def __init__(self, pool: Tensor, num_heads: int) -> None:
-        self.pool = pool
-        self.num_heads = num_heads
-        _, _, _, self.num_kv_heads, self.head_dim = pool.shape
-        self.group = num_heads // self.num_kv_heads
-        self.causal_queries = max(1, _CAUSAL_ROWS // self.group)  # of a tile of a prompt chunk
-        self.layers = pool.unbind()
+    def __init__(self, pool: Tensor, num_heads: int, layers: Sequence[LayerAttention] | None = None) -> None:
+        self.layers = complete_layers(pool, num_heads, layers)
+        self.pools = layer_pools(pool, self.layers)
+        self.device = pool.device
         # Enough programs to fill the device twice; with fewer, the chunks of a tile get programs of their own.
         self.enough_programs = 2 * num_processors(pool.device)
+        self._groups = sorted({_group(layer) for layer in self.layers})
 
     def plan(self, batch: AttentionBatch) -> "TritonAttend":
         """One copy to the device; the rest is known on the host or computed there without reading it."""
-        causal, nodes = _tiles(batch, self.causal_queries)
-        tiles = torch.from_numpy(np.concatenate((causal, nodes))).to(self.pool.device, non_blocking=True)
+        parts = [_causal_tiles(batch, _causal_queries(group)) for group in self._groups]
+        parts.append(_node_tiles(batch))
+        tiles = torch.from_numpy(np.concatenate(parts)).to(self.device, non_blocking=True)
+        *causal, nodes = tiles.split_with_sizes([len(part) for part in parts])
         # Without trees, paths are not read.
         paths, lengths = (batch.kv_slots, tiles[:, 0]) if batch.tree_mask is None else _paths(batch)
         return TritonAttend(
             self,
-            (tiles[: len(causal)], tiles[len(causal) :]),
+            (dict(zip(self._groups, causal, strict=True)), nodes),
             (batch.kv_slots.contiguous(), paths, lengths),
             batch.slot_mapping,
             -(-max(batch.kv_lens) // CHUNK),
-            batch.window,
         )
 
     def plan_padded(self, batch: PaddedBatch) -> "TritonAttend":
         """See PaddedAttention. Every query is a tile of its own, the last node of its path."""
         num_chunks = -(-(batch.kv_slots.shape[1] + batch.paths.shape[1]) // CHUNK)
         slots = (batch.kv_slots, batch.paths, batch.path_lengths)
-        tiles, prefixes = (batch.rows[:0], batch.rows), (batch.rows, batch.prefix_lens)
-        return TritonAttend(self, tiles, slots, batch.slot_mapping, num_chunks, batch.window, prefixes)
+        tiles = dict.fromkeys(self._groups, batch.rows[:0]), batch.rows
+        return TritonAttend(self, tiles, slots, batch.slot_mapping, num_chunks, (batch.rows, batch.prefix_lens))
 
 
 class TritonAttend:
@@ -64,14 +65,14 @@ class TritonAttend:
     def __init__(
         self,
         backend: TritonAttention,
-        tiles: tuple[Tensor, Tensor],  # of several causal queries, and of single ones (see `_tiles`)
+        # of several causal queries, by how many query heads share a KV head, and of single ones (see `_tiles_of`)
+        tiles: tuple[dict[int, Tensor], Tensor],
         slots: tuple[Tensor, Tensor, Tensor],  # of requests and of paths, as the kernel reads them; lengths of paths
         slot_mapping: Tensor,
         num_chunks: int,  # of the longest request
-        window: int | None,
         prefixes: tuple[Tensor, Tensor] | None = None,  # rows and prefix_lens of a PaddedBatch, which needs no tiles
     ) -> None:
-        self._backend, self._written, self._window = backend, slot_mapping, window
+        self._backend, self._written = backend, slot_mapping
         self._causal, self._nodes = tiles
         self._kv_slots, self._paths, self._path_lengths = slots
         self._num_chunks = num_chunks
@@ -79,42 +80,46 @@ class TritonAttend:
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
         """See Attend."""
-        pool = self._backend.layers[layer]
-        pool.index_copy_(0, self._written, kv)
-        return self.read(pool, q)
+        self._backend.pools[layer].index_copy_(0, self._written, kv)
+        return self.read(layer, q)
 
     def rotated(
         self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float
     ) -> Tensor:
         """See FusedAttend."""
-        pool = self._backend.layers[layer]
-        rotate_and_store(qkv, cos, sin, norms, eps, pool, self._written)
-        return self.read(pool, qkv[:, : self._backend.num_heads])
+        rotate_and_store(qkv, cos, sin, norms, eps, self._backend.pools[layer], self._written)
+        return self.read(layer, qkv[:, : self._backend.layers[layer].num_heads])
 
-    def read(self, pool: Tensor, q: Tensor) -> Tensor:
-        """[T, heads * dim] of queries [T, heads, dim] from one layer's pool, in which the step's KV is written."""
-        backend = self._backend
-        out = torch.empty(len(q), backend.num_heads, backend.head_dim, dtype=q.dtype, device=q.device)
-        for tiles, queries in ((self._causal, backend.causal_queries), (self._nodes, 1)):
+    def read(self, layer: int, q: Tensor) -> Tensor:
+        """[T, heads * dim] of queries [T, heads, dim] from the layer's pool, in which the step's KV is written."""
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        group = _group(self._backend.layers[layer])
+        for tiles, queries in ((self._causal[group], _causal_queries(group)), (self._nodes, 1)):
             if len(tiles):
-                self._launch(out, q, pool, tiles, queries)
+                self._launch(out, q, layer, tiles, queries)
         return out.flatten(1)
 
-    def _launch(self, out: Tensor, q: Tensor, pool: Tensor, tiles: Tensor, queries: int) -> None:
+    def _launch(self, out: Tensor, q: Tensor, layer: int, tiles: Tensor, queries: int) -> None:
         """Attention of `tiles` of up to `queries` queries."""
-        backend, num_chunks = self._backend, self._num_chunks
-        heads, dim = backend.num_heads, backend.head_dim
+        backend, how, pool = self._backend, self._backend.layers[layer], self._backend.pools[layer]
+        heads, dim, group, window = how.num_heads, how.head_dim, _group(how), how.window or 0
         padded = max(16, triton.next_power_of_2(dim))  # the smallest tile of a tensor core
-        programs = len(tiles) * backend.num_kv_heads
+        programs = len(tiles) * how.num_kv_heads
+        num_chunks = self._num_chunks  # that a query attends to at most
+        if window:
+            num_chunks = min(num_chunks, 1 + -(-window // CHUNK))
         splits = queries == 1 and num_chunks > 1 and programs < backend.enough_programs
         sharing = min(num_chunks, -(-backend.enough_programs // programs)) if splits else 1  # programs of a tile
         mixed = sums = out
         if splits:
-            mixed = torch.empty(num_chunks, len(q), heads, dim, dtype=torch.float32, device=q.device)
-            sums = torch.empty(num_chunks, len(q), heads, 2, dtype=torch.float32, device=q.device)
+            mixed = torch.empty(self._num_chunks, len(q), heads, dim, dtype=torch.float32, device=q.device)
+            sums = torch.empty(self._num_chunks, len(q), heads, 2, dtype=torch.float32, device=q.device)
         row_of, prefix_lens = self._prefixes or (tiles, tiles)  # not read without them
-        rows = max(_FEWEST_ROWS, triton.next_power_of_2(queries * backend.group))
-        attend_tiles[(len(tiles), backend.num_kv_heads, sharing)](
+        rows = max(_FEWEST_ROWS, triton.next_power_of_2(queries * group))
+        sinks = q if how.sinks is None else how.sinks  # not read without them
+        scale = dim**-0.5 if how.scale is None else how.scale
+        cap = 1.0 if how.softcap is None else how.softcap
+        attend_tiles[(len(tiles), how.num_kv_heads, sharing)](
             out,
             mixed,
             sums,
@@ -126,19 +131,24 @@ class TritonAttend:
             self._kv_slots,
             self._paths,
             self._path_lengths,
+            sinks,
             len(q),
             q.stride(0),
+            pool.stride(0),
             self._kv_slots.stride(0),
             self._paths.stride(0),
-            _LOG2_E * dim**-0.5,
-            GROUP=backend.group,
-            KV_HEADS=backend.num_kv_heads,
+            scale * _LOG2_E if how.softcap is None else scale / cap,
+            cap * _LOG2_E,
+            GROUP=group,
+            KV_HEADS=how.num_kv_heads,
             DIM=dim,
             DIM_PADDED=padded,
             ROWS=rows,
             KEYS=KEYS,
             CHUNK=CHUNK,
-            WINDOW=self._window or 0,
+            WINDOW=window,
+            CAPPED=how.softcap is not None,
+            HAS_SINKS=how.sinks is not None,
             SPLIT=splits,
             PADDED=self._prefixes is not None,
             num_warps=num_warps(rows, q.dtype),
@@ -152,16 +162,28 @@ class TritonAttend:
                 tiles,
                 prefix_lens,
                 self._path_lengths,
+                sinks,
                 len(q),
                 HEADS=heads,
                 HEADS_PADDED=triton.next_power_of_2(heads),
                 DIM=dim,
                 DIM_PADDED=padded,
                 CHUNK=CHUNK,
-                WINDOW=self._window or 0,
+                WINDOW=window,
+                HAS_SINKS=how.sinks is not None,
                 PADDED=self._prefixes is not None,
                 **starts_early(q.device),
             )
+
+
+def _group(layer: LayerAttention) -> int:
+    """How many query heads share a KV head."""
+    return layer.num_heads // layer.num_kv_heads
+
+
+def _causal_queries(group: int) -> int:
+    """Of a tile of a prompt chunk."""
+    return max(1, _CAUSAL_ROWS // group)
 
 
 def num_warps(rows: int, dtype: torch.dtype) -> int:
@@ -172,29 +194,44 @@ def num_warps(rows: int, dtype: torch.dtype) -> int:
     return 8 if dtype == torch.float32 and rows > _FEWEST_ROWS else 4
 
 
-def _tiles(batch: AttentionBatch, queries: int) -> tuple[np.ndarray, np.ndarray]:
-    """int32 [n, 5] of causal queries and of single queries, which are nodes of trees or decode alone.
-
-    The columns are the first query, the number of queries, the request, the position of the first query or, of a node,
-    the position of its path's first key, and the node or -1.
-    """
-    causal, single, first = [], [], 0
-    width = 0 if batch.tree_mask is None else batch.tree_mask.shape[1]
-    rows = zip(batch.query_lens, batch.kv_lens, batch.tree_sizes, strict=True)
-    for request, (query_len, kv_len, (num_nodes, num_tree_keys)) in enumerate(rows):
+def _causal_tiles(batch: AttentionBatch, queries: int) -> np.ndarray:
+    """Tiles of up to `queries` consecutive queries; see `_tiles_of`."""
+    tiles, first = [], 0
+    for request, (query_len, kv_len, (num_nodes, _)) in enumerate(_rows(batch)):
         known = query_len - num_nodes
-        position = kv_len - query_len
-        if known == 1:
-            single.append((first, 1, request, position, -1))
-        else:
-            causal += [
-                (first + begin, min(queries, known - begin), request, position + begin, -1)
+        if known > 1:
+            tiles += [
+                (first + begin, min(queries, known - begin), request, kv_len - query_len + begin, -1)
                 for begin in range(0, known, queries)
             ]
-        for index in range(num_nodes):
-            single.append((first + known + index, 1, request, kv_len - num_tree_keys, request * width + index))
         first += query_len
-    return tuple(np.array(part, dtype=np.int32).reshape(-1, 5) for part in (causal, single))  # type: ignore[return-value]
+    return _tiles_of(tiles)
+
+
+def _node_tiles(batch: AttentionBatch) -> np.ndarray:
+    """Tiles of single queries, which are nodes of trees or decode alone; see `_tiles_of`."""
+    tiles, first = [], 0
+    width = 0 if batch.tree_mask is None else batch.tree_mask.shape[1]
+    for request, (query_len, kv_len, (num_nodes, num_tree_keys)) in enumerate(_rows(batch)):
+        known = query_len - num_nodes
+        if known == 1:
+            tiles.append((first, 1, request, kv_len - query_len, -1))
+        for index in range(num_nodes):
+            tiles.append((first + known + index, 1, request, kv_len - num_tree_keys, request * width + index))
+        first += query_len
+    return _tiles_of(tiles)
+
+
+def _rows(batch: AttentionBatch) -> Iterator[tuple[int, int, tuple[int, int]]]:
+    return zip(batch.query_lens, batch.kv_lens, batch.tree_sizes, strict=True)
+
+
+def _tiles_of(tiles: list[tuple[int, int, int, int, int]]) -> np.ndarray:
+    """int32 [n, 5]: first query, number of queries, request, a position, and the node or -1.
+
+    The position is that of the first query or, of a node, of its path's first key.
+    """
+    return np.array(tiles, dtype=np.int32).reshape(-1, 5)
 
 
 def _paths(batch: AttentionBatch) -> tuple[Tensor, Tensor]:

@@ -31,6 +31,25 @@ def _merge(top, total, mixed, chunk_top, chunk_total, chunk_mixed):
 
 
 @triton.jit
+def _capped(scores, cap):
+    """cap * tanh(scores), without a large number."""
+    small = tl.exp2(tl.abs(scores) * -2.885390081777927)  # exp(-2 |score|)
+    size = cap * (1.0 - small) / (1.0 + small)
+    return tl.where(scores < 0, -size, size)
+
+
+@triton.jit
+def _start(sinks, head, is_head, HAS_SINKS: tl.constexpr):
+    """The softmax state before any key: (largest score, sum). A sink is as a key whose value is zero."""
+    top = tl.full(head.shape, float("-inf"), tl.float32)
+    total = tl.zeros(head.shape, tl.float32)
+    if HAS_SINKS:
+        top = tl.load(sinks + head, mask=is_head, other=0.0) * 1.4426950408889634  # log2(e)
+        total += 1.0
+    return top, total
+
+
+@triton.jit
 def _chunks(first_position, last_position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
     """The chunks that queries at these positions attend to: the first one, and the one behind the last."""
     begin = 0
@@ -45,18 +64,21 @@ def attend_tiles(
     partial_mixed,  # float32 [chunks, T, heads, DIM]; unused without SPLIT
     partial_sums,  # float32 [chunks, T, heads, 2]: largest score and sum of weights
     q,  # [T, heads, DIM], contiguous in its last two dimensions
-    pool,  # one layer [slots, 2, KV_HEADS, DIM], contiguous
+    pool,  # one layer [slots, 2, KV_HEADS, DIM], contiguous in its last three dimensions
     tiles,  # int32 [tiles, 5]: see `specray.ops.gpu.attention`; unused with PADDED
     rows,  # int64 [T], with PADDED: see PaddedBatch, whose query t is tile t and node t
     prefix_lens,  # int64 [T], with PADDED
     kv_slots,  # int32 or int64 [any, slots_width]: row `request` of a tile
     paths,  # int64 [nodes, paths_width]: KV slots of a node and its ancestors by depth
     path_lengths,  # int64 [nodes]
+    sinks,  # float32 [heads]; unused without HAS_SINKS
     num_tokens,  # T
     q_stride,
+    slot_stride,  # of the pool
     slots_width,
     paths_width,
-    scale,  # of scores, times log2(e)
+    scale,  # of scores, times log2(e); with CAPPED, divided by the cap
+    cap,  # with CAPPED, times log2(e)
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -65,6 +87,8 @@ def attend_tiles(
     KEYS: tl.constexpr,
     CHUNK: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: none
+    CAPPED: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     SPLIT: tl.constexpr,
     PADDED: tl.constexpr,
     EARLY: tl.constexpr,
@@ -99,8 +123,7 @@ def attend_tiles(
         begin += tl.program_id(2)
         step = tl.num_programs(2)
     heads = GROUP * KV_HEADS
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+    top, total = _start(sinks, head, is_row, HAS_SINKS)
     mixed = tl.zeros([ROWS, DIM_PADDED], tl.float32)
     for chunk in range(begin, end, step):
         chunk_top = tl.full([ROWS], float("-inf"), tl.float32)
@@ -113,11 +136,13 @@ def attend_tiles(
             slot = tl.load(kv_slots + request * slots_width + key, mask=is_key & ~is_own, other=0).to(tl.int64)
             own = tl.load(paths + node * paths_width + key - base, mask=is_key & is_own, other=0)
             slot = tl.where(is_own, own, slot)
-            kv_places = slot[:, None] * (2 * KV_HEADS * DIM) + kv_head * DIM + column
+            kv_places = slot[:, None] * slot_stride + kv_head * DIM + column
             is_loaded = is_key[:, None] & is_column
             keys = tl.load(pool + kv_places, mask=is_loaded, other=0.0)
             values = tl.load(pool + kv_places + KV_HEADS * DIM, mask=is_loaded, other=0.0)
             scores = dot(queries, tl.trans(keys), tl.zeros([ROWS, KEYS], tl.float32)) * scale
+            if CAPPED:
+                scores = _capped(scores, cap)
             is_seen = key[None, :] <= position[:, None]
             if WINDOW > 0:
                 is_seen = is_seen & (key[None, :] > position[:, None] - WINDOW)
@@ -152,6 +177,7 @@ def merge_chunks(
     tiles,  # of one query each
     prefix_lens,
     path_lengths,
+    sinks,
     num_tokens,
     HEADS: tl.constexpr,
     HEADS_PADDED: tl.constexpr,
@@ -159,6 +185,7 @@ def merge_chunks(
     DIM_PADDED: tl.constexpr,
     CHUNK: tl.constexpr,
     WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     PADDED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -175,8 +202,7 @@ def merge_chunks(
     begin, end = _chunks(position, position, WINDOW, CHUNK)
     head, column = tl.arange(0, HEADS_PADDED), tl.arange(0, DIM_PADDED)
     is_head, is_column = head < HEADS, column < DIM
-    top = tl.full([HEADS_PADDED], float("-inf"), tl.float32)
-    total = tl.zeros([HEADS_PADDED], tl.float32)
+    top, total = _start(sinks, head, is_head, HAS_SINKS)
     mixed = tl.zeros([HEADS_PADDED, DIM_PADDED], tl.float32)
     for chunk in range(begin, end):
         place = (chunk * num_tokens + query) * HEADS + head

@@ -12,6 +12,7 @@ Facts of flashinfer-python 0.7 that this code depends on; a test binds its calls
 - `plan` copies from a pinned buffer that it fills anew each time, so the last copy must be done by then.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor
 from specray.ops.attention import AttentionBatch
 from specray.ops.gpu.page_index import packed_mask, slot_pages
 from specray.ops.gpu.routed_attention import Read
+from specray.ops.layer_attention import LayerAttention
 
 HEAD_DIMS = (64, 128, 256)  # that the kernels are compiled for
 FEW_QUERIES = 16  # of a request: up to so many are FlashAttention-2's
@@ -28,24 +30,32 @@ _WORKSPACE_BYTES = 128 << 20  # as its documentation advises
 
 
 class FlashInferReader:
-    """Plans batches over `pool` [layers, slots, 2, kv_heads, dim]; `library` is the module flashinfer.
+    """Plans batches over `pools` [slots, 2, kv_heads, dim], for those layers that attend like `layer`, without sinks.
 
-    Only the latest plan can be read. `masks_trees`: every request of a batch has a tree; otherwise none has.
+    `library` is the module flashinfer. Only the latest plan can be read. `masks_trees`: every request of a batch has a
+    tree; otherwise none has.
     `kernels` are flashinfer's "auto" or "fa2"; trees have "fa2".
     """
 
-    def __init__(self, library: Any, pool: Tensor, num_heads: int, masks_trees: bool, kernels: str = "fa2") -> None:
-        _, _, _, self._num_kv_heads, self._head_dim = pool.shape
-        self._num_heads, self._dtype = num_heads, pool.dtype
+    def __init__(
+        self,
+        library: Any,
+        layer: LayerAttention,
+        pools: Sequence[Tensor],
+        masks_trees: bool,
+        kernels: str = "fa2",
+    ) -> None:
+        self._layer, self._pools, self._dtype = layer, pools, pools[0].dtype
         self._masks_trees = masks_trees
+        device = pools[0].device
         self._wrapper = library.BatchPrefillWithPagedKVCacheWrapper(
-            _workspace(pool.device), kv_layout="NHD", backend=kernels
+            _workspace(device), kv_layout="NHD", backend=kernels
         )
-        self._copied = torch.Event(pool.device) if pool.device.type == "cuda" else None
+        self._copied = torch.Event(device) if device.type == "cuda" else None
         self._num_plans = 0
 
     def plan(self, batch: AttentionBatch) -> Read:
-        pages = slot_pages(batch)
+        pages, layer = slot_pages(batch), self._layer
         mask = packed_mask(batch) if self._masks_trees else None
         if self._copied is not None:
             self._copied.synchronize()
@@ -54,14 +64,15 @@ class FlashInferReader:
             pages.kv_starts,
             pages.slots,
             pages.last_page_lens,
-            num_qo_heads=self._num_heads,
-            num_kv_heads=self._num_kv_heads,
-            head_dim_qk=self._head_dim,
+            num_qo_heads=layer.num_heads,
+            num_kv_heads=layer.num_kv_heads,
+            head_dim_qk=layer.head_dim,
             page_size=1,
             packed_custom_mask=None if mask is None else mask.bits,
             causal=mask is None,
-            sm_scale=self._head_dim**-0.5,
-            window_left=-1 if batch.window is None else batch.window - 1,
+            sm_scale=layer.head_dim**-0.5 if layer.scale is None else layer.scale,
+            window_left=-1 if layer.window is None else layer.window - 1,
+            logits_soft_cap=layer.softcap,
             q_data_type=self._dtype,
             kv_data_type=self._dtype,
         )
@@ -71,9 +82,10 @@ class FlashInferReader:
             self._copied.record()
         self._num_plans = number = self._num_plans + 1
 
-        def read(layer_pool: Tensor, q: Tensor) -> Tensor:
+        def read(layer: int, q: Tensor) -> Tensor:
             assert number == self._num_plans, "another batch was planned since"
-            out: Tensor = self._wrapper.run(q, (layer_pool[:, None, 0], layer_pool[:, None, 1]))
+            pool = self._pools[layer]
+            out: Tensor = self._wrapper.run(q, (pool[:, None, 0], pool[:, None, 1]))
             return out.flatten(1)
 
         return read

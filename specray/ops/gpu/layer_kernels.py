@@ -85,6 +85,7 @@ def rotate_head(
     eps,
     pool,
     slot_mapping,
+    slot_stride,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -118,7 +119,7 @@ def rotate_head(
         tl.store(qkv + place + DIM // 2, second.to(qkv.dtype.element_ty), mask=is_column)
     else:
         slot = tl.load(slot_mapping + token)
-        target = (slot * (2 * KV_HEADS) + head - Q_HEADS) * DIM + column
+        target = slot * slot_stride + (head - Q_HEADS) * DIM + column
         tl.store(pool + target, first.to(pool.dtype.element_ty), mask=is_column)
         tl.store(pool + target + DIM // 2, second.to(pool.dtype.element_ty), mask=is_column)
 

@@ -116,6 +116,7 @@ def rotate_and_store(
             eps,
             pool,
             slot_mapping,
+            pool.stride(0),
             Q_HEADS=num_heads - 2 * kv_heads,
             KV_HEADS=kv_heads,
             DIM=dim,

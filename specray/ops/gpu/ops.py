@@ -1,5 +1,7 @@
 """The operations of an NVIDIA GPU by Triton's kernels. On a CPU, Triton's interpreter runs them (tests)."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,7 @@ from specray.ops.gpu.attention import TritonAttention
 from specray.ops.gpu.few_rows import GpuMatrix
 from specray.ops.gpu.matrix import FixedOrderMatrix, GatedUnits
 from specray.ops.grouped_weight import Weight
+from specray.ops.layer_attention import LayerAttention
 from specray.ops.sampling_state import SamplingBatch
 from specray.ops.torch_matrix import Linear
 from specray.ops.torch_ops import TorchOps
@@ -58,8 +61,10 @@ class TritonOps(TorchOps):
     def groups_experts(self, is_quantised: bool) -> bool:
         return not is_quantised
 
-    def attention(self, pool: Tensor, num_heads: int) -> AttentionBackend:
-        return TritonAttention(pool, num_heads)
+    def attention(
+        self, pool: Tensor, num_heads: int, layers: Sequence[LayerAttention] | None = None
+    ) -> AttentionBackend:
+        return TritonAttention(pool, num_heads, layers)
 
     def commit_paths(self, pool: Tensor, kv_slots: Tensor, outcome: Tensor) -> None:
         kv.commit_paths(pool, kv_slots, outcome)

@@ -52,11 +52,10 @@ def slot_pages(batch: AttentionBatch) -> SlotPages:
 
 
 def packed_mask(batch: AttentionBatch) -> PackedMask:
-    """Which keys each query attends to. `batch` has no window.
+    """Which keys each query attends to, in a layer without a window.
 
     All keys but the last ones are visible, so the mask starts as ones, and the bits of hidden keys are subtracted.
     """
-    assert batch.window is None
     assert batch.tree_mask is not None
     device = batch.kv_slots.device
     sizes = [-(-queries * keys // 8) for queries, keys in zip(batch.query_lens, batch.kv_lens, strict=True)]

@@ -120,7 +120,6 @@ def extend_input(
     width: int,
     kv_slots: Tensor,
     padding_kv_slot: int,
-    window: int | None,
 ) -> tuple[Tensor, Tensor, PaddedBatch, Tensor, Tensor, Tensor, Tensor]:
     """The fields of `ExtendInput` for `nodes` [B, N], of which the first `counts` [B] count."""
     num_rows, num_nodes = nodes.shape
@@ -155,7 +154,7 @@ def extend_input(
         PADDED=triton.next_power_of_2(width),
         num_warps=1,
     )
-    batch = PaddedBatch(prefix_lens, rows, kv_slots, paths, lengths, written, window)
+    batch = PaddedBatch(prefix_lens, rows, kv_slots, paths, lengths, written)
     return token_ids, positions, batch, places, last, ends, roots
 
 

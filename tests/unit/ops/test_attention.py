@@ -15,6 +15,7 @@ from specray.ops.attention import AttentionBatch, make_pool, move_kv
 from specray.ops.attention_torch import _BATCH_BYTES, _SHORT, _grouped
 from specray.ops.backends import check_int8_kv, make_backend
 from specray.ops.cpu.library import kernels
+from specray.ops.layer_attention import LayerAttention
 
 NUM_SLOTS = 464  # 29 pages: at most 432 slots of a batch, and the first page, which stays free
 DIM, LAYERS = 8, 2
@@ -112,12 +113,19 @@ def slots_of(batch: AttentionBatch) -> list[np.ndarray]:
 windows = st.none() | st.integers(1, 50)
 
 
-def naive(shapes: list[RequestShape], rows: AttentionBatch, layer_pool: Tensor, q: Tensor) -> Tensor:
+def in_window(window: int | None, pool: Tensor) -> list[LayerAttention]:
+    """How the layers of `pool` attend if all have this window."""
+    return [LayerAttention(window=window)] * len(pool)
+
+
+def naive(
+    shapes: list[RequestShape], rows: AttentionBatch, layer_pool: Tensor, q: Tensor, window: int | None = None
+) -> Tensor:
     """Attention in float64, one query and one head at a time."""
     out, at, fold = torch.zeros(q.shape, dtype=torch.float64), 0, q.shape[1] // layer_pool.shape[2]
     for shape, slots, length in zip(shapes, slots_of(rows), rows.query_lens, strict=True):
         for query in range(length):
-            keys = [int(slot) for key, slot in enumerate(slots) if sees(shape, query, key, rows.window)]
+            keys = [int(slot) for key, slot in enumerate(slots) if sees(shape, query, key, window)]
             for head in range(q.shape[1]):
                 k, v = layer_pool[keys, 0, head // fold].double(), layer_pool[keys, 1, head // fold].double()
                 probs = (k @ q[at + query, head].double() / q.shape[2] ** 0.5).softmax(0)
@@ -153,13 +161,13 @@ def check_batch(
     kv_heads, num_heads = grouping[0], grouping[0] * grouping[1]
     pool = torch.randn(LAYERS, NUM_SLOTS, 2, kv_heads, DIM)
     pool[:, :16] = 0
-    rows = make_rows(shapes, scattered)._replace(window=window)
+    rows = make_rows(shapes, scattered)
     q, kv = torch.randn(sum(rows.query_lens), num_heads, DIM), torch.randn(sum(rows.query_lens), 2, kv_heads, DIM)
     before = pool.clone()
-    result = make_backend(backend, pool, num_heads).plan(rows)(layer, q, kv)
+    result = make_backend(backend, pool, num_heads, layers=in_window(window, pool)).plan(rows)(layer, q, kv)
     before[layer, rows.slot_mapping] = kv
     assert torch.equal(pool, before)  # only the new KV is written
-    torch.testing.assert_close(result.double(), naive(shapes, rows, pool[layer], q), atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(result.double(), naive(shapes, rows, pool[layer], q, window), atol=2e-5, rtol=1e-4)
 
 
 @backends
@@ -298,12 +306,13 @@ def check_levels(backend: str, rows: list[Level], scattered: bool, window: int |
     ends = np.cumsum(lengths)
     kv_slots = [order[end - length : end] for end, length in zip(ends, lengths, strict=True)]
     query_lens = [len(row.tree) for row in rows]
-    ragged = make_batch(query_lens, kv_slots, [row.tree for row in rows])._replace(window=window)
+    ragged = make_batch(query_lens, kv_slots, [row.tree for row in rows])
     torch.manual_seed(0)
     pool = torch.randn(1, NUM_SLOTS, 2, KV_HEADS, DIM)
     pool[:, :16] = 0
     q, kv = torch.randn(sum(query_lens), KV_HEADS * FOLD, DIM), torch.randn(sum(query_lens), 2, KV_HEADS, DIM)
-    result = make_backend(backend, pool, KV_HEADS * FOLD).plan(ragged)(0, q, kv)
+    made = make_backend(backend, pool, KV_HEADS * FOLD, layers=in_window(window, pool))
+    result = made.plan(ragged)(0, q, kv)
     torch.testing.assert_close(result.double(), naive_levels(rows, kv_slots, pool[0], q, window), atol=2e-5, rtol=1e-4)
 
 
@@ -385,13 +394,15 @@ def test_the_kernels_for_bfloat16_are_close_to_float64_with_any_trees_and_window
     shapes: list[RequestShape], scattered: bool, grouping: tuple[int, int], dim: int, window: int | None
 ) -> None:
     """With AMX, query heads are computed 16 at a time: a part of one query's, or those of several."""
-    rows = make_rows(shapes, scattered)._replace(window=window)
+    rows = make_rows(shapes, scattered)
     torch.manual_seed(0)
     kv_heads, num_heads = grouping[0], grouping[0] * grouping[1]
     pool = torch.randn(1, NUM_SLOTS, 2, kv_heads, dim).bfloat16()
     q, kv = torch.randn(sum(rows.query_lens), num_heads, dim), torch.randn(sum(rows.query_lens), 2, kv_heads, dim)
-    result = make_backend("auto", pool, num_heads).plan(rows)(0, q.bfloat16(), kv.bfloat16())
-    torch.testing.assert_close(result.double(), naive(shapes, rows, pool[0], q.bfloat16()), atol=0.05, rtol=0.05)
+    made = make_backend("auto", pool, num_heads, layers=in_window(window, pool))
+    result = made.plan(rows)(0, q.bfloat16(), kv.bfloat16())
+    expected = naive(shapes, rows, pool[0], q.bfloat16(), window)
+    torch.testing.assert_close(result.double(), expected, atol=0.05, rtol=0.05)
 
 
 def in_bytes(kv: Tensor) -> Tensor:
@@ -417,14 +428,14 @@ def test_a_pool_in_int8_is_read_and_written_row_by_row(
     kv_heads, num_heads = grouping[0], grouping[0] * grouping[1]
     pool = make_pool(LAYERS, NUM_SLOTS, kv_heads, DIM, torch.int8, torch.device("cpu"))
     pool[:, 16:] = in_bytes(torch.randn(LAYERS, NUM_SLOTS - 16, 2, kv_heads, DIM))
-    rows = make_rows(shapes, scattered)._replace(window=window)
+    rows = make_rows(shapes, scattered)
     q, kv = torch.randn(sum(rows.query_lens), num_heads, DIM), torch.randn(sum(rows.query_lens), 2, kv_heads, DIM)
     before = pool.clone()
-    result = make_backend("auto", pool, num_heads).plan(rows)(layer, q, kv)
+    result = make_backend("auto", pool, num_heads, layers=in_window(window, pool)).plan(rows)(layer, q, kv)
     before[layer, rows.slot_mapping] = in_bytes(kv)
     assert (from_bytes(pool) - from_bytes(before)).abs().max() < 0.05  # a number between two steps may go to either
     assert torch.equal(pool[1 - layer], before[1 - layer])
-    expected = naive(shapes, rows, from_bytes(pool[layer]), q)
+    expected = naive(shapes, rows, from_bytes(pool[layer]), q, window)
     torch.testing.assert_close(result.double(), expected, atol=2e-5, rtol=1e-4)
 
 
@@ -454,13 +465,19 @@ def test_overlapping_moves_read_the_old_values() -> None:
 
 # ---- the compiled kernels: one token, one result --------------------------------------------------------------------
 
+WAYS = (
+    LayerAttention(),
+    LayerAttention(window=70),
+    LayerAttention(window=70, scale=0.3, softcap=5.0, sinks=torch.linspace(-1, 2, KV_HEADS * FOLD)),
+)
+
 
 @pytest.mark.skipif(kernels() is None, reason="needs the compiled kernels")
-@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("way", WAYS, ids=["default", "window", "all"])
 @pytest.mark.parametrize("pool_dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8], ids=str)
 @pytest.mark.parametrize("dim", [16, 40, 64, 256])
 def test_a_token_has_the_same_bits_alone_in_a_chunk_in_a_batch_and_in_a_tree(
-    dim: int, pool_dtype: torch.dtype, window: int | None
+    dim: int, pool_dtype: torch.dtype, way: LayerAttention
 ) -> None:
     """149 tokens, of which the last are also nodes of a tree between nodes of other branches."""
     torch.manual_seed(0)
@@ -472,11 +489,11 @@ def test_a_token_has_the_same_bits_alone_in_a_chunk_in_a_batch_and_in_a_tree(
 
     def run(batch: AttentionBatch, queries: Tensor, new: Tensor, past: np.ndarray) -> Tensor:
         pool = make_pool(1, NUM_SLOTS, KV_HEADS, dim, pool_dtype, torch.device("cpu"))
-        backend = make_backend("auto", pool, width)
+        backend = make_backend("auto", pool, width, layers=[way])
         if len(past):  # computed before, and written by the kernel
             earlier = make_batch([len(past)], [past], [None])
-            backend.plan(earlier._replace(window=window))(0, q[: len(past)], kv[: len(past)])
-        return backend.plan(batch._replace(window=window))(0, queries, new)
+            backend.plan(earlier)(0, q[: len(past)], kv[: len(past)])
+        return backend.plan(batch)(0, queries, new)
 
     at_once = run(make_batch([length], [slots[:length]], [None]), q, kv, slots[:0])
     for start in (1, 63, 64, 100, length - 1):

@@ -11,9 +11,12 @@ from specray.errors import ConfigError
 from specray.ops.attention import AttentionBatch
 from specray.ops.backends import make_backend
 from specray.ops.gpu.attention import TritonAttention
+from specray.ops.layer_attention import LayerAttention
 
 KV_HEADS, GROUP, DIM, SLOTS = 2, 3, 16, 128
 CONTEXT = 75  # keys before the tokens that are compared: more than two chunks of the tests
+DEFAULT = LayerAttention()
+ALL = LayerAttention(window=40, scale=0.3, softcap=2.0, sinks=torch.linspace(-1, 2, KV_HEADS * GROUP))
 
 
 @pytest.fixture(autouse=True)
@@ -31,22 +34,22 @@ class Tokens:
         self.kv = torch.randn(count, 2, KV_HEADS, DIM)
         self.slots = np.random.default_rng(0).permutation(np.arange(16, SLOTS))
 
-    def attend(self, query_len: int, kv_len: int, enough_programs: int, window: int | None = None) -> Tensor:
+    def attend(self, query_len: int, kv_len: int, enough_programs: int, way: LayerAttention = DEFAULT) -> Tensor:
         """The last `query_len` of the first `kv_len` tokens, of which the others are committed."""
         pool = torch.zeros(1, SLOTS, 2, KV_HEADS, DIM)
         slots = torch.from_numpy(self.slots[:kv_len])
         pool[0, slots] = self.kv[:kv_len]
-        batch = AttentionBatch([query_len], [kv_len], slots[None], slots[kv_len - query_len :], [(0, 0)], None, window)
-        backend = TritonAttention(pool, KV_HEADS * GROUP)
+        batch = AttentionBatch([query_len], [kv_len], slots[None], slots[kv_len - query_len :], [(0, 0)])
+        backend = TritonAttention(pool, KV_HEADS * GROUP, [way])
         backend.enough_programs = enough_programs
         return backend.plan(batch)(0, self.q[kv_len - query_len : kv_len], self.kv[kv_len - query_len : kv_len])
 
 
-@pytest.mark.parametrize("window", [None, 20, 40])
-def test_chunks_of_one_program_and_of_several_give_the_same_bits(window: int | None) -> None:
+@pytest.mark.parametrize("way", [DEFAULT, LayerAttention(window=20), LayerAttention(window=40), ALL])
+def test_chunks_of_one_program_and_of_several_give_the_same_bits(way: LayerAttention) -> None:
     tokens = Tokens(CONTEXT)
     for kv_len in (1, 32, 33, 64, CONTEXT):
-        assert torch.equal(tokens.attend(1, kv_len, 0, window), tokens.attend(1, kv_len, 10**6, window))
+        assert torch.equal(tokens.attend(1, kv_len, 0, way), tokens.attend(1, kv_len, 10**6, way))
 
 
 def test_a_path_of_a_tree_gives_the_bits_of_the_committed_tokens() -> None:

@@ -2,6 +2,7 @@
 
 import inspect
 import sys
+from collections.abc import Sequence
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from specray.ops import backends
 from specray.ops.attention import AttentionBatch
 from specray.ops.attention_torch import TorchAttention
 from specray.ops.gpu.page_index import block_table, packed_mask, slot_pages
+from specray.ops.layer_attention import LayerAttention, complete_layers, layer_pools
 from tests.support import attention_libraries
 from tests.support.fake_cuda import fake_cuda
 from tests.support.signatures import recorded, signature, signature_in
@@ -28,7 +30,7 @@ pytest.importorskip("triton")
 from specray.ops.gpu.attention import TritonAttention
 from specray.ops.gpu.flash_attention import FlashAttentionReader
 from specray.ops.gpu.flashinfer_attention import FlashInferReader
-from specray.ops.gpu.routed_attention import RoutedAttention
+from specray.ops.gpu.routed_attention import Route, RoutedAttention
 
 KV_HEADS, FOLD, DIM = 2, 3, 8
 PAGE = 16
@@ -38,39 +40,43 @@ DECODING = RequestShape(num_past=20, num_known=1, parents=[-1])
 TREE = RequestShape(num_past=13, num_known=1, parents=[-1, 0, 0, 1, 2, 2])
 CHAIN = RequestShape(num_past=30, num_known=1, parents=[-1, 0, 1, 2])
 LONG_CHUNK = RequestShape(num_past=5, num_known=100, parents=[-1])
+DEFAULT = LayerAttention()
 DRAFTED_PROMPT = RequestShape(num_past=0, num_known=6, parents=[-1, 0, 0])
 
 shapes = st.lists(row_shapes(longest=20), min_size=1, max_size=4)
 drafted = shapes.map(lambda rows: [row for row in rows if len(row.parents) > 1]).filter(bool)
 
 
-def run(backend: Any, rows: AttentionBatch, num_slots: int = NUM_SLOTS) -> tuple[Tensor, Tensor]:
-    """Results of `backend` and of the torch kernels, which test_attention compares with the definition."""
+def run(
+    backend: Any, rows: AttentionBatch, num_slots: int = NUM_SLOTS, layers: Sequence[LayerAttention] = (DEFAULT,) * 2
+) -> tuple[Tensor, Tensor]:
+    """Results of `backend` and of the torch kernels, which test_attention compares with the definition, in layer 1."""
     torch.manual_seed(len(rows.query_lens))
     pool = torch.randn(2, num_slots, 2, KV_HEADS, DIM)
     pool[:, :PAGE] = 0
     total = sum(rows.query_lens)
     q, kv = torch.randn(total, KV_HEADS * FOLD, DIM), torch.randn(total, 2, KV_HEADS, DIM)
     copies = pool.clone(), pool.clone()
-    result = backend(copies[0]).plan(rows)(1, q, kv)
-    expected = TorchAttention(copies[1], KV_HEADS * FOLD).plan(rows)(1, q, kv)
+    result = backend(copies[0], layers).plan(rows)(1, q, kv)
+    expected = TorchAttention(copies[1], KV_HEADS * FOLD, layers).plan(rows)(1, q, kv)
     assert torch.equal(*copies)
     return result, expected
 
 
-def flashinfer(pool: Tensor) -> RoutedAttention:
+def flashinfer(pool: Tensor, layers: Sequence[LayerAttention]) -> RoutedAttention:
     """Without Triton's kernels."""
-    readers = [FlashInferReader(LIBRARY, pool, KV_HEADS * FOLD, masks_trees) for masks_trees in (False, True)]
-    padded = TritonAttention(pool, KV_HEADS * FOLD)
-    return RoutedAttention(pool, KV_HEADS * FOLD, readers[0].plan, readers[1].plan, padded)
+    triton = TritonAttention(pool, KV_HEADS * FOLD, layers)
+    readers = [FlashInferReader(LIBRARY, triton.layers[1], triton.pools, masks) for masks in (False, True)]
+    return RoutedAttention(triton, [Route(readers[0].plan, readers[1].plan)] * 2)
 
 
-def flash_attention(pool: Tensor) -> RoutedAttention:
+def flash_attention(pool: Tensor, layers: Sequence[LayerAttention]) -> RoutedAttention:
     def no_trees(_: AttentionBatch) -> Any:
         raise AssertionError("flash-attention has no masks")
 
-    causal = FlashAttentionReader(LIBRARY, PAGE).plan
-    return RoutedAttention(pool, KV_HEADS * FOLD, causal, no_trees, TritonAttention(pool, KV_HEADS * FOLD))
+    triton = TritonAttention(pool, KV_HEADS * FOLD, layers)
+    causal = FlashAttentionReader(LIBRARY, PAGE, triton.layers, triton.pools).plan
+    return RoutedAttention(triton, [Route(causal, no_trees)] * 2)
 
 
 @given(shapes, st.booleans())
@@ -82,8 +88,8 @@ def test_flashinfer_sees_what_the_batch_says(rows: list[RequestShape], scattered
 
 @pytest.mark.parametrize("window", [1, 7, 100])
 def test_flashinfer_has_windows_without_trees(window: int) -> None:
-    rows = make_rows([CHUNK, DECODING], scattered=True)._replace(window=window)
-    torch.testing.assert_close(*run(flashinfer, rows), atol=1e-5, rtol=1e-5)
+    rows, layers = make_rows([CHUNK, DECODING], scattered=True), [DEFAULT, LayerAttention(window=window)]
+    torch.testing.assert_close(*run(flashinfer, rows, layers=layers), atol=1e-5, rtol=1e-5)
 
 
 @given(
@@ -98,8 +104,8 @@ def test_flash_attention_sees_what_the_batch_says(sizes: list[tuple[int, int]], 
         used, pages = pages[: -(-(past + known) // PAGE)], pages[-(-(past + known) // PAGE) :]
         kv_slots.append((used[:, None] * PAGE + np.arange(PAGE)).flatten()[: past + known])
         query_lens.append(known)
-    rows = paged_batch(query_lens, kv_slots)._replace(window=window)
-    torch.testing.assert_close(*run(flash_attention, rows), atol=1e-5, rtol=1e-5)
+    rows, layers = paged_batch(query_lens, kv_slots), [DEFAULT, LayerAttention(window=window)]
+    torch.testing.assert_close(*run(flash_attention, rows, layers=layers), atol=1e-5, rtol=1e-5)
 
 
 def paged_batch(query_lens: list[int], kv_slots: list[np.ndarray]) -> AttentionBatch:
@@ -187,13 +193,14 @@ def test_chains_are_causal(backend: Any) -> None:
 
 def test_only_the_latest_plan_can_be_read() -> None:
     pool = torch.zeros(2, NUM_SLOTS, 2, KV_HEADS, DIM)
-    reader = FlashInferReader(LIBRARY, pool, KV_HEADS * FOLD, masks_trees=False)
+    layers = complete_layers(pool, KV_HEADS * FOLD)
+    reader = FlashInferReader(LIBRARY, layers[0], layer_pools(pool, layers), masks_trees=False)
     rows = make_rows([DECODING], scattered=False)
     first, second = reader.plan(rows), reader.plan(rows)
     q = torch.zeros(1, KV_HEADS * FOLD, DIM)
-    second(pool[0], q)
+    second(0, q)
     with pytest.raises(AssertionError, match="another batch was planned"):
-        first(pool[0], q)
+        first(0, q)
 
 
 @pytest.fixture
@@ -218,8 +225,8 @@ def test_every_choice_computes_the_same(name: str, page_size: int | None, mode: 
     rows = make_rows([CHUNK, TREE, DECODING, CHAIN, DRAFTED_PROMPT], scattered=name == "flashinfer")
     if name == "fa":
         rows = in_pages(rows)
-    choice = lambda pool: backends.make_backend(name, pool, KV_HEADS * FOLD, page_size, mode)  # noqa: E731
-    assert isinstance(choice(torch.zeros(2, NUM_SLOTS, 2, KV_HEADS, DIM)), RoutedAttention)
+    choice = lambda pool, layers: backends.make_backend(name, pool, KV_HEADS * FOLD, page_size, mode, layers)  # noqa: E731
+    assert isinstance(choice(torch.zeros(2, NUM_SLOTS, 2, KV_HEADS, DIM), None), RoutedAttention)
     torch.testing.assert_close(*run(choice, rows, NUM_SLOTS * 2), atol=1e-4, rtol=1e-4)
 
 
@@ -237,10 +244,22 @@ def in_pages(rows: AttentionBatch) -> AttentionBatch:
 
 
 @pytest.mark.usefixtures("on_a_gpu")
-def test_trees_in_a_window_are_tritons() -> None:
-    rows = make_rows([TREE, CHUNK], scattered=True)._replace(window=6)
-    choice = lambda pool: backends.make_backend("flashinfer", pool, KV_HEADS * FOLD, None, "prefill")  # noqa: E731
-    torch.testing.assert_close(*run(choice, rows), atol=1e-4, rtol=1e-4)
+@pytest.mark.parametrize("name", ["flashinfer", "fa"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        LayerAttention(window=6),
+        LayerAttention(scale=0.9, softcap=1.5),
+        LayerAttention(window=9, softcap=2.0),
+        LayerAttention(window=6, sinks=torch.linspace(-1, 2, KV_HEADS * FOLD)),
+    ],
+    ids=["window", "softcap", "window and softcap", "sinks"],
+)
+def test_what_a_library_does_not_have_is_tritons(name: str, way: LayerAttention) -> None:
+    """Trees in windows, and sinks. The other layer is a default one, which has its own plan."""
+    rows = in_pages(make_rows([TREE, CHUNK], scattered=False))
+    choice = lambda pool, layers: backends.make_backend(name, pool, KV_HEADS * FOLD, PAGE, "prefill", layers)  # noqa: E731
+    torch.testing.assert_close(*run(choice, rows, NUM_SLOTS * 2, layers=[DEFAULT, way]), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.usefixtures("on_a_gpu")
@@ -260,7 +279,7 @@ def test_few_queries_have_flashattention_2s_kernels(
         plan(self, *args, **options)
 
     monkeypatch.setattr(LIBRARY.BatchPrefillWithPagedKVCacheWrapper, "plan", recorded_plan)
-    choice = lambda pool: backends.make_backend("flashinfer", pool, KV_HEADS * FOLD, None, "prefill")  # noqa: E731
+    choice = lambda pool, layers: backends.make_backend("flashinfer", pool, KV_HEADS * FOLD, None, "prefill", layers)  # noqa: E731
     torch.testing.assert_close(*run(choice, make_rows(shapes, scattered=True)), atol=1e-5, rtol=1e-5)
     assert planned == kernels
 
@@ -346,13 +365,16 @@ def test_the_arrays_are_made_on_the_gpu_without_reading_it() -> None:
 
         def plan(part: AttentionBatch) -> Any:
             seen.append(part)
-            return lambda _pool, q: q.flatten(1)
+            return lambda _layer, q: q.flatten(1)
+
+        def plan_trees(part: AttentionBatch) -> Any:
+            return plan(part)
 
         pool = torch.zeros(2, NUM_SLOTS, 2, KV_HEADS, DIM, device=gpu)
         q = torch.zeros(sum(rows.query_lens), KV_HEADS * FOLD, DIM, device=gpu)
         kv = torch.zeros(len(q), 2, KV_HEADS, DIM, device=gpu)
-        padded: Any = None  # no graph
-        out = RoutedAttention(pool, KV_HEADS * FOLD, plan, plan, padded).plan(batch)(0, q, kv)
+        triton: Any = SimpleNamespace(layers=[DEFAULT] * 2, pools=pool.unbind())
+        out = RoutedAttention(triton, [Route(plan, plan_trees)] * 2).plan(batch)(0, q, kv)
         arrays = [pages.slots, *mask, *table, out, *(part.kv_slots for part in seen)]
         assert {array.device for array in arrays} == {gpu}
         assert {array.device.type for array in (pages.query_starts, pages.kv_starts, pages.last_page_lens)} == {"cpu"}

@@ -49,9 +49,8 @@ def test_the_input_of_a_draft_head(seed: int, width: int, data: st.DataObject) -
     def run() -> list[Any]:
         ops = random_table(seed, 12).ops
         assert isinstance(ops, TorchTable)
-        found = ops.padded_extend(slots, counts, nodes, width, PADDING_KV_SLOT, 5)
+        found = ops.padded_extend(slots, counts, nodes, width, PADDING_KV_SLOT)
         attention = found.attention
-        assert attention.window == 5
         parts = (attention.prefix_lens, attention.rows, attention.path_lengths, attention.slot_mapping)
         own = (found.token_ids, found.positions, found.nodes, found.last, found.ends, found.roots)
         return [*own, *parts, attention.paths]

@@ -29,7 +29,8 @@ LAYERS = (
     LayerAttention(num_heads=4, num_kv_heads=1, head_dim=16, window=9, sinks=SINKS[:4]),
     LayerAttention(num_heads=3, num_kv_heads=3, head_dim=4),
 )
-backends = pytest.mark.parametrize("backend", ["torch"])
+# auto: the compiled kernels, where there are any; triton: in its interpreter
+backends = pytest.mark.parametrize("backend", ["torch", "auto", "triton"])
 
 
 def naive(
@@ -55,10 +56,20 @@ def naive(
     return torch.cat(out).flatten(1)
 
 
-@backends
+@pytest.mark.parametrize("backend", ["torch", "auto"])
 @given(batches, st.booleans())
 @settings(max_examples=30)
 def test_each_layer_attends_in_its_own_way(backend: str, shapes: list[RequestShape], scattered: bool) -> None:
+    check_batch(backend, shapes, scattered)
+
+
+@given(batches, st.booleans())
+@settings(max_examples=5)
+def test_each_layer_attends_in_its_own_way_in_tritons_interpreter(shapes: list[RequestShape], scattered: bool) -> None:
+    check_batch("triton", shapes, scattered)
+
+
+def check_batch(backend: str, shapes: list[RequestShape], scattered: bool) -> None:
     torch.manual_seed(0)
     pool = torch.randn(len(LAYERS), NUM_SLOTS, 2, KV_HEADS, DIM)
     pool[:, :16] = 0
@@ -74,7 +85,7 @@ def test_each_layer_attends_in_its_own_way(backend: str, shapes: list[RequestSha
         torch.testing.assert_close(result.double(), expected, atol=2e-5, rtol=1e-4)
 
 
-@backends
+@pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_nodes_of_a_padded_batch_attend_as_those_of_a_ragged_one(backend: str) -> None:
     torch.manual_seed(0)
     parents = [-1, 0, 0, 2, 1, 3]

@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 from specray.ops.attention import AttentionBackend, AttentionBatch, PaddedAttention, PaddedBatch, pack_paths
 from specray.ops.attention_torch import TorchAttention
 from specray.ops.gpu.attention import TritonAttention
+from specray.ops.layer_attention import LayerAttention
 
 KV_HEADS, GROUP, DIM, WIDTH, SLOTS = 2, 3, 16, 80, 320
 PREFIXES = [0, 5, 70]  # the last one is longer than two chunks of the tests; request 0 may be padding
@@ -24,6 +25,7 @@ class Case(NamedTuple):
     kv: Tensor
     sees: Tensor
     batch: PaddedBatch
+    window: int | None
 
     def reference(self) -> Tensor:
         """float64 [T, heads, dim], one query at a time."""
@@ -32,7 +34,7 @@ class Case(NamedTuple):
         for token, q in enumerate(self.q.double()):
             prefix = batch.kv_slots[batch.rows[token], : batch.prefix_lens[token]].long()
             keys = torch.cat((prefix, batch.paths[token, : batch.path_lengths[token]]))
-            keys = keys[-batch.window :] if batch.window else keys
+            keys = keys[-self.window :] if self.window else keys
             k, v = pool[keys].repeat_interleave(GROUP, 2).unbind(1)
             weights = (torch.einsum("hd,khd->hk", q, k) * DIM**-0.5).softmax(-1)
             out.append(torch.einsum("hk,khd->hd", weights, v))
@@ -62,7 +64,8 @@ def make_case(window: int | None = None, has_padding: bool = True) -> Case:
     if has_padding:
         kv[:NODES] = torch.nan  # what padding computes may be anything
     lens, rows = prefix_lens.repeat_interleave(NODES), order.repeat_interleave(NODES)
-    return Case(pool, q, kv, sees, PaddedBatch(lens, rows, table, *pack_paths(sees, own), written.flatten(), window))
+    batch = PaddedBatch(lens, rows, table, *pack_paths(sees, own), written.flatten())
+    return Case(pool, q, kv, sees, batch, window)
 
 
 @pytest.fixture(autouse=True)
@@ -85,8 +88,9 @@ def test_a_path_is_the_seen_keys_in_order() -> None:
 @pytest.mark.parametrize("kind", ["torch", "triton", "triton, shared by 2 programs", "triton, by one"])
 def test_padded_batches_attend_to_prefixes_and_paths(kind: str, window: int | None) -> None:
     case = make_case(window)
-    backend: AttentionBackend
-    backend = TorchAttention(case.pool, KV_HEADS * GROUP) if kind == "torch" else TritonAttention(case.pool, 6)
+    layers = [LayerAttention(window=window)]
+    kernels: type[TorchAttention | TritonAttention] = TorchAttention if kind == "torch" else TritonAttention
+    backend: AttentionBackend = kernels(case.pool, KV_HEADS * GROUP, layers)
     if isinstance(backend, TritonAttention):
         backend.enough_programs = {"triton": 10**6, "triton, by one": 0}.get(kind, 40)
     expected = case.reference()
