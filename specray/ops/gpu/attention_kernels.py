@@ -118,6 +118,9 @@ def attend_tiles(
     queries = tl.load(q + q_places, mask=is_row[:, None] & is_column, other=0.0)
 
     begin, end = _chunks(first_position, last_position, WINDOW, CHUNK)
+    first_block = 0  # earlier ones are outside all windows: they would add zeros
+    if WINDOW > 0:
+        first_block = tl.maximum(first_position - WINDOW + 1, 0) // KEYS * KEYS
     step = 1
     if SPLIT:
         begin += tl.program_id(2)
@@ -129,7 +132,8 @@ def attend_tiles(
         chunk_top = tl.full([ROWS], float("-inf"), tl.float32)
         chunk_total = tl.zeros([ROWS], tl.float32)
         chunk_mixed = tl.zeros([ROWS, DIM_PADDED], tl.float32)
-        for start in range(chunk * CHUNK, tl.minimum((chunk + 1) * CHUNK, last_position + 1), KEYS):
+        stop = tl.minimum((chunk + 1) * CHUNK, last_position + 1)
+        for start in range(tl.maximum(chunk * CHUNK, first_block), stop, KEYS):
             key = start + tl.arange(0, KEYS)
             is_key = key <= last_position
             is_own = is_node & (key >= base)
