@@ -112,20 +112,18 @@ def attention(ops: TorchOps, random: Random) -> Tensor:
 
 
 def commit_paths(ops: TorchOps, random: Random) -> Tensor:
-    """Some rows keep nothing, and some the root alone."""
-    pool, rows, width = random.normal(2, 64, 2, 2, 16), 4, 6
-    kv_slots = 4 + torch.randperm(60, generator=random.generator)[: rows * width].view(rows, width)
-    kept = random.below(width, rows)
+    """Paths of up to 6 of 12 nodes; some rows keep nothing, and some the root alone."""
+    rows, nodes, depths = 4, 12, 6
+    pool = random.normal(2, 64, 2, 2, 16)
+    kv_slots = 4 + torch.randperm(60, generator=random.generator)[: rows * nodes].view(rows, nodes)
+    kept = random.below(depths + 1, rows)
     kept[0] = 0
-    nodes = torch.stack([torch.cat((torch.zeros(1).long(), 1 + path)) for path in paths(random, rows, width)])
-    outcome = torch.cat((kept[:, None], kept[:, None], torch.zeros(rows, width).long(), nodes), 1)
+    paths = torch.zeros(rows, depths, dtype=torch.int64)
+    for path in paths:
+        path[1:] = 1 + torch.randperm(nodes - 1, generator=random.generator)[: depths - 1].sort().values
+    outcome = torch.cat((kept[:, None], kept[:, None], torch.zeros(rows, depths).long(), paths), 1)
     ops.commit_paths(pool, kv_slots, outcome)
     return pool
-
-
-def paths(random: Random, rows: int, width: int) -> list[Tensor]:
-    """Ascending nodes behind the root."""
-    return [torch.randperm(width - 1, generator=random.generator).sort().values for _ in range(rows)]
 
 
 def logits_of(random: Random, rows: int) -> Tensor:
