@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from specray.engine.scheduler import Scheduler
-from specray.server.service import Service
+from specray.server.generation import GenerationEndpoints
 from tests.fuzz.files import SUBJECTS, FileFindings, Report, _collect, _outcome, fuzz_files
 from tests.fuzz.grammars import fuzz_grammars
 from tests.fuzz.http import Findings, fuzz
@@ -54,7 +54,7 @@ def test_an_exception_in_a_route_is_found(model: Path, monkeypatch: pytest.Monke
     async def fail(*_: object) -> None:
         raise KeyError("x")
 
-    monkeypatch.setattr(Service, "generate", fail)
+    monkeypatch.setattr(GenerationEndpoints, "generate", fail)
     assert any("a server error" in problem for problem in run(model, 60).problems)
 
 
@@ -63,7 +63,7 @@ def test_a_connection_to_elsewhere_is_found(model: Path, monkeypatch: pytest.Mon
         with socket.socket() as opened:
             opened.connect_ex(("127.0.0.1", 9))
 
-    monkeypatch.setattr(Service, "generate", fetch)
+    monkeypatch.setattr(GenerationEndpoints, "generate", fetch)
     assert any("connected to ('127.0.0.1', 9)" in problem for problem in run(model, 60).problems)
 
 
