@@ -34,7 +34,7 @@ class DrafterUse(NamedTuple):
     drafter: str
     seconds: float  # spent on drafts for the requests that it drafts for
     shadow_seconds: float = 0.0
-    num_shadow_trees: int = 0  # that were compared with the text; those of earlier steps
+    num_shadow_trees: int = 0  # trees of earlier steps that were compared with the text
     num_shadow_drafts: int = 0  # nodes of these trees, the roots not counted
     num_shadow_accepted: int = 0
     num_faults: int = 0  # 1 if it could not draft
@@ -72,7 +72,7 @@ class SamplingOptions(NamedTuple):
     logprobs: int | None
     allowed_token_ids: list[int] | None = None  # no other token is sampled
     grammar: GrammarSpec | None = None
-    banned_sequences: list[list[int]] | None = None  # of tokens; their last one is not sampled after the others
+    banned_sequences: list[list[int]] | None = None  # token sequences whose last token is not sampled after the others
     logprob_token_ids: list[int] | None = None  # reported with each token's log probability
 
 
@@ -105,7 +105,7 @@ class ScheduledRequest(NamedTuple):
 
     slot: int
     num_tokens: int
-    draft_limit: DraftLimit  # of this step's tree: the request's own limit and the KV slots that are reserved
+    draft_limit: DraftLimit  # limit of this step's tree, by the request's own one and the reserved KV slots
     new_block_ids: list[int]  # appended to the request's blocks before the step
 
 
@@ -132,8 +132,8 @@ class RequestResult(NamedTuple):
     num_draft_tokens: int  # nodes verified, the root not counted
     logprobs: list[TokenLogprob] | None  # one for each of token_ids
     error: str | None  # set if no token can be sampled; the scheduler must end the request
-    accepted_nodes: Sequence[int] = ()  # of the verified tree, one for each of token_ids but the last
-    prompt_logprobs: list[TokenLogprob] | None = None  # of the prompt tokens that follow the computed ones
+    accepted_nodes: Sequence[int] = ()  # accepted nodes of the verified tree, one for each of token_ids but the last
+    prompt_logprobs: list[TokenLogprob] | None = None  # logprobs of the prompt tokens that follow the computed ones
     tree: VerifiedTree | None = None  # with NewRequest.traces_drafts, if tokens were emitted
     # Nothing was computed, because the request's grammar is still compiled; or the request ended in the step before.
     # What was computed after that is dropped.
@@ -147,7 +147,7 @@ class StepTimes(NamedTuple):
     prepare: float  # request table, draft trees and input tensors
     forward: float  # the target's forward
     verify: float  # sampling, walk and KV commit
-    draft: float  # of the drafts verified in this step
+    draft: float  # drafting of the trees verified in this step
 
 
 class StepResult(NamedTuple):
@@ -157,6 +157,6 @@ class StepResult(NamedTuple):
     rows: list[RequestResult]
     times: StepTimes
     draft_faults: Sequence[str] = ()  # values of DraftFault
-    drafters: Sequence[DrafterUse] = ()  # of several drafters, those that drafted for this step
+    drafters: Sequence[DrafterUse] = ()  # use of each of several drafters that drafted for this step
     drafter_is_new: bool = False  # it took over since the step before, and hidden states before that are lost to it
     drafter_is_absent: bool = False  # none was connected, so no request has drafts

@@ -187,7 +187,7 @@ def _walk(device: torch.device) -> tuple[Tensor, Tensor]:
     parents = torch.tensor([[-1, 0, 0, 1]], device=device)
     nodes = torch.arange(4, device=device)
     choices = Choices(nodes + 1, torch.ones_like(nodes, dtype=torch.int8), nodes.to(torch.int32))
-    walked = sampling.follow(choices, tokens, parents, torch.tensor([4], device=device), 3)
+    walked = sampling.walk_chosen(choices, tokens, parents, torch.tensor([4], device=device), 3)
     expected = torch.tensor([[3, 3, 1, 2, 4, 0, 0, 1, 3, 0]], device=device)
     return walked, expected.double()
 

@@ -14,8 +14,8 @@ class Capacity(NamedTuple):
     vocab_size: int
     eos_token_ids: list[int]
     reads_next_token: bool = False  # the draft KV of a block also depends on the token after it
-    dtype: str = "float32"  # of the target's weights and KV
-    hardware: str = ""  # that the target runs on; equal where steps take equally long
+    dtype: str = "float32"  # type of the target's weights and KV
+    hardware: str = ""  # device of the target; equal where steps take equally long
     # A seed gives one text in any batch, tree or prompt chunk: logits have the same bits, or, in float32, differ by so
     # little that tests have found no text that changed.
     has_one_text: bool = True

@@ -45,7 +45,7 @@ class CacheNode:
     block_id: int
     parent: "CacheNode | None"
     key: tuple[int, ...] = ()
-    namespace: str = ""  # of a root; a root holds no block
+    namespace: str = ""  # namespace of the prefixes below a root; a root holds no block
     children: dict[tuple[int, ...], "CacheNode"] = field(default_factory=dict)
     num_users: int = 0
     last_used: int = 0

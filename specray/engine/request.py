@@ -24,7 +24,7 @@ class DrafterChoice:
     name: str
     shadow: str  # the drafter that is measured beside it; empty: none
     kind: TextKind
-    max_draft_tokens: int  # of a tree of the drafter or its shadow, where it is configured
+    max_draft_tokens: int  # drafts of the largest tree of the drafter or its shadow
     tokens: int = 0
     time: float = 0.0  # in units of what a token usually takes
 
@@ -45,7 +45,7 @@ class EngineRequest:
     predicted_token_ids: Sequence[int] = ()  # the output that the client expects: a source of drafts
     drafter: str = ""  # the one of several drafters that it asks for, or had at an engine that failed
     num_deaths: int = 0  # engines that ended while they computed it; if any did, it runs alone at first
-    name: str = ""  # by which its client can abort it; several requests may have the same
+    name: str = ""  # name by which its client can abort it; several requests may share one
     traces_drafts: bool = False  # its outputs have a trace
     reports_times: bool = False  # its last output has its times
 
@@ -91,7 +91,7 @@ class Request:
     num_verify_steps: int = 0
     num_draft_tokens: int = 0
     num_accepted: int = 0
-    undrafted: Counter[str] = field(default_factory=Counter)  # by fields of Undrafted
+    undrafted: Counter[str] = field(default_factory=Counter)  # number of undrafted steps by field of Undrafted
     accept_histogram: list[int] = field(default_factory=list)  # see RequestUsage
     acceptance: RequestAcceptance = field(
         default_factory=RequestAcceptance

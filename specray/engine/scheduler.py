@@ -155,7 +155,7 @@ class Scheduler:
         request.num_computed_tokens += emitted.num_tokens
         if result.token_ids:
             num_drafts = result.num_draft_tokens
-            if self.budget.learns and _teaches(request):
+            if self.budget.learns and _is_recorded(request):
                 self.budget.record_tree(request.acceptance, num_drafts, result.accepted_nodes, result.draft_scores)
             request.count_verify(num_drafts, num_kept - 1, planned.no_drafts or emitted.no_drafts)
             request.num_computed_tokens += num_kept - 1
@@ -180,12 +180,12 @@ class Scheduler:
             self._mixed_until = 0  # the next prompt delays no other request
 
     def forget_read(self) -> None:
-        """Count all that was computed of the requests as unread: another drafter has taken over."""
+        """Count all computed tokens of the requests as missed: another drafter has taken over."""
         for request in self.running:
-            request.acceptance.num_unread_tokens = request.num_computed_tokens
+            request.acceptance.num_missed_tokens = request.num_computed_tokens
         for request in self.waiting:
             if request.num_preemptions:  # what is still cached of them
-                request.acceptance.num_unread_tokens = len(request.token_ids)
+                request.acceptance.num_missed_tokens = len(request.token_ids)
 
     def _limit_prefill(self) -> tuple[int, int]:
         """The limits of this step. Few prompt tokens also follow the end of a request: its client may send the next."""
@@ -215,7 +215,7 @@ class Scheduler:
         """(limits for each request, whether the drafter is called after the step)."""
         samples = [num_tokens == request.num_pending_tokens for request, num_tokens, _ in work]
         requests = [
-            Drafting(self._most_drafts(request), request.acceptance, _teaches(request), num_tokens > 1)
+            Drafting(self._most_drafts(request), request.acceptance, _is_recorded(request), num_tokens > 1)
             for (request, num_tokens, _), does in zip(work, samples, strict=True)
             if does
         ]
@@ -225,7 +225,7 @@ class Scheduler:
         runs_drafter = chosen.runs_drafter and needs_drafter
         if not runs_drafter:
             for request, num_tokens, _ in work:
-                request.acceptance.num_unread_tokens += num_tokens
+                request.acceptance.num_missed_tokens += num_tokens
         shares = zip(chosen.num_drafts, chosen.min_scores or [0.0] * len(requests), strict=True)
         limits = []
         for (request, *_), does in zip(work, samples, strict=True):
@@ -280,7 +280,7 @@ class Scheduler:
         request.shared_path = path
         request.num_computed_tokens = len(path) * self.block_size
         acceptance = request.acceptance  # what a preempted request computes again is read again
-        acceptance.num_unread_tokens = min(acceptance.num_unread_tokens, request.num_computed_tokens)
+        acceptance.num_missed_tokens = min(acceptance.num_missed_tokens, request.num_computed_tokens)
         if request.num_preemptions == 0:
             request.num_cached_tokens = request.num_computed_tokens
         request.slot = self._free_slots.pop()
@@ -323,6 +323,6 @@ def _absence(result: StepResult) -> str:
     return "absent" if result.drafter_is_absent or result.draft_faults else "none_found"
 
 
-def _teaches(request: Request) -> bool:
+def _is_recorded(request: Request) -> bool:
     """Whether a budget can learn from a request's trees. A grammar changes them."""
     return request.spec.params.grammar is None

@@ -74,9 +74,9 @@ class FusedForward:
         logits = LargestLogits(started.logits) if only_largest else started.logits
         return started.number, (started.final, logits, self._states(started.copies, aux_hidden_state_layers))
 
-    def follow(self, number: int, arena: ArenaStruct, slots: Tensor) -> tuple[int, LargestLogits]:
+    def begin_after(self, number: int, arena: ArenaStruct, slots: Tensor) -> tuple[int, LargestLogits]:
         """See FusedLayers: the new pass's number, and the tokens that it chooses."""
-        started = self._layers.follow(self._around, number, arena, slots)
+        started = self._layers.begin_after(self._around, number, arena, slots)
         return started.number, LargestLogits(started.logits)
 
     def wait(self, number: int) -> None:

@@ -122,7 +122,7 @@ class Loader:
         """The file of tensor `name`, which must exist."""
         return self._reader.path(name)
 
-    def unread(self) -> list[str]:
+    def unused(self) -> list[str]:
         """Tensors of the checkpoint that were never read."""
         return sorted(set(self._reader.names()) - self._read)
 

@@ -216,7 +216,7 @@ def load_model(
 
                 model = TransformersModel(model_config, loader, positions)
         if group.leads:
-            _warn_of_unread(loader, model.shape.num_layers, _architectures(model_config)[0])
+            _warn_of_unused(loader, model.shape.num_layers, _architectures(model_config)[0])
         return model
     finally:
         loader.close()
@@ -233,17 +233,17 @@ def _load_native(config: PretrainedConfig, loader: Loader, max_positions: int) -
     return model
 
 
-def _warn_of_unread(loader: Loader, num_layers: int, architecture: str) -> None:
+def _warn_of_unused(loader: Loader, num_layers: int, architecture: str) -> None:
     """Log tensors that the architecture does not have, other than MTP layers and tables of positions."""
     own = re.compile(r"model\.(embed_tokens|norm|layers\.(?P<layer>\d+))\.(?!.*rotary_emb\.)|lm_head\.")
-    unread = [name for name in loader.unread() if (match := own.match(name)) and int(match["layer"] or 0) < num_layers]
-    if unread:
+    unused = [name for name in loader.unused() if (match := own.match(name)) and int(match["layer"] or 0) < num_layers]
+    if unused:
         logger.warning(
             "%d tensors of %s are not part of %s and have no effect, as in transformers: %s",
-            len(unread),
+            len(unused),
             loader.folder,
             architecture,
-            first_of(unread),
+            first_of(unused),
         )
 
 

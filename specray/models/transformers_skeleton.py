@@ -22,7 +22,7 @@ from specray.errors import ConfigError
 
 IMPLEMENTATION = "specray"  # the name of our functions in transformers' interfaces
 # A mask of four dimensions is taken as it is. Ours is never read: AttentionBatch says which keys a query sees.
-UNREAD_MASK_SHAPE = (1, 1, 1, 1)
+UNUSED_MASK_SHAPE = (1, 1, 1, 1)
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 
 
@@ -140,7 +140,7 @@ def attention_calls(model: Any) -> list[AttentionCall]:
             torch.device("meta"),
             computing(attention, lambda _, hidden, *__: torch.empty_like(hidden)),
         ):
-            zeros, mask = torch.zeros(1, 2, dtype=torch.int64), torch.empty(UNREAD_MASK_SHAPE)
+            zeros, mask = torch.zeros(1, 2, dtype=torch.int64), torch.empty(UNUSED_MASK_SHAPE)
             decoder_of(model)(input_ids=zeros, position_ids=zeros, attention_mask=mask, use_cache=False)
     except Exception as error:
         raise ConfigError(

@@ -119,7 +119,7 @@ class StandaloneDrafter:
     def _has_read_before(self, context: ProposeContext) -> bool:
         """Whether every request can have a tree, and all its tokens but those of this step were read."""
         return all(
-            self._fits(context, request) and self._num_read(context, request) >= request.start
+            self._fits(context, request) and self._num_computed(context, request) >= request.start
             for request in context.requests
         )
 
@@ -136,7 +136,7 @@ class StandaloneDrafter:
         """
         rows = [request for request in context.requests + context.unfinished if self._fits(context, request)]
         with_tree = {request.slot for request in context.requests}
-        starts = [self._num_read(context, request) for request in rows]
+        starts = [self._num_computed(context, request) for request in rows]
         num_added = sum(request.end - request.start for request in rows)
         sizes = [request.end - start for request, start in zip(rows, starts, strict=True)]
         counts = split_budget(sizes, num_added + CATCH_UP_TOKENS)
@@ -153,11 +153,11 @@ class StandaloneDrafter:
         num_prompt_tokens = context.table.states[request.slot].num_prompt_tokens
         return max(request.end, num_prompt_tokens - 1) <= self._last_end
 
-    def _num_read(self, context: ProposeContext, request: DraftRequest) -> int:
+    def _num_computed(self, context: ProposeContext, request: DraftRequest) -> int:
         """How many of the request's tokens, from the first one on, have KV of the draft model."""
         kv_slots = context.table.host_kv_slots[request.slot, : request.end]
-        unread = self._made_from[kv_slots] != self._hashes.of(context, request)
-        return int(unread.argmax()) if unread.any() else request.end
+        missed = self._made_from[kv_slots] != self._hashes.of(context, request)
+        return int(missed.argmax()) if missed.any() else request.end
 
 
 def split_budget(sizes: Sequence[int], budget: int) -> list[int]:

@@ -26,8 +26,8 @@ class DraftKV:
     """A draft model's KV, which lies in the target's KV slots and in scratch slots behind them."""
 
     attention: AttentionBackend
-    shape: TreeShape  # of the largest trees
-    last_position: int  # that the model has; a node behind it is computed there, but never verified
+    shape: TreeShape  # shape of the largest trees
+    last_position: int  # last position of the model; a node behind it is computed there, but never verified
     padding_slot: int  # the last KV slot of the pool, which padding writes and nobody reads
     # int64 [max_rows, topk * (num_steps - 1)], KV slots of a request's nodes, level after level; None: trees grow
     # without KV

@@ -34,11 +34,11 @@ class TargetView:
     architecture: str
     eos_token_ids: list[int]
     context_length: int
-    num_slots: int  # of the KV pool
+    num_slots: int  # KV slots of the pool
     max_rows: int  # requests in a step
     attention_backend: str  # the drafter's
     device: torch.device
-    quantization: str | None = None  # of its linears
+    quantization: str | None = None  # quantization of its linear layers
     moe_runner_backend: str = "auto"  # the drafter's
 
 
@@ -64,7 +64,7 @@ class Drafter(Protocol):
     """A drafting method with state per slot."""
 
     max_draft_tokens: int  # most nodes of a tree, without the root
-    aux_hidden_state_layers: tuple[int, ...]  # of the target (see TargetModel), concatenated in the context
+    aux_hidden_state_layers: tuple[int, ...]  # layers of the target, see TargetModel
     reads_next_token: bool  # its KV of a token depends on the next token, which prefix cache keys then include
 
     def propose(self, context: ProposeContext) -> DraftTree:
@@ -115,7 +115,7 @@ class CompositeDrafter(Protocol):
     """A Drafter that consists of several. Each gets a context of its own."""
 
     members: Mapping[str, Drafter]
-    replays: dict[str, Callable[[ProposeContext], Callable[[], DraftTree] | None]]  # of members: their `replay`
+    replays: dict[str, Callable[[ProposeContext], Callable[[], DraftTree] | None]]  # `replay` of members that have one
 
     def take_uses(self) -> list[DrafterUse]:
         """See DraftSource."""
@@ -128,12 +128,12 @@ def composite_of(drafter: Drafter | None) -> CompositeDrafter | None:
     return drafter
 
 
-class UnreadTrees(NamedTuple):
+class UnsizedTrees(NamedTuple):
     """Trees of a step whose numbers of nodes may not be on the host yet."""
 
     tree: DraftTree
-    most_nodes: list[int]  # of each tree
-    read: Callable[[], tuple[DraftTree, list[int]]]  # the second half of `collect`
+    most_nodes: list[int]  # upper bound of the nodes of each tree
+    wait_for_sizes: Callable[[], tuple[DraftTree, list[int]]]  # the second half of `collect`
 
 
 class DraftSource(Protocol):
@@ -165,7 +165,7 @@ class DraftSource(Protocol):
 
     def submit(self, context: ProposeContext) -> None: ...
 
-    def take_unread(self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]) -> "UnreadTrees | None":
+    def take_unsized(self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]) -> "UnsizedTrees | None":
         """The first half of `collect`, which does not wait for the drafter; None if `collect` cannot be divided."""
 
     def collect(self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]) -> tuple[DraftTree, list[int]]:

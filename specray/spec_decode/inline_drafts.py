@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.drafter import Drafter, DraftFaultError, UnreadTrees, composite_of
+from specray.spec_decode.drafter import Drafter, DraftFaultError, UnsizedTrees, composite_of
 from specray.spec_decode.pending_trees import PendingTrees, TakenTrees
 from specray.spec_decode.propose_context import ProposeContext
 from specray.spec_decode.tree_edits import limited
@@ -48,9 +48,9 @@ class InlineDrafts:
     def collect(self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]) -> tuple[DraftTree, list[int]]:
         return self._read(self._pending.take(slots, roots, draft_limits))
 
-    def take_unread(self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]) -> UnreadTrees:
+    def take_unsized(self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]) -> UnsizedTrees:
         taken = self._pending.take(slots, roots, draft_limits)
-        return UnreadTrees(taken.tree, taken.most_nodes, partial(self._read, taken))
+        return UnsizedTrees(taken.tree, taken.most_nodes, partial(self._read, taken))
 
     def _read(self, taken: TakenTrees) -> tuple[DraftTree, list[int]]:
         tree, num_nodes, is_broken = self._pending.read(taken)

@@ -100,7 +100,7 @@ class StackDrafter:
     @torch.inference_mode()
     def propose(self, context: ProposeContext) -> DraftTree:
         for written in self._written:
-            written.forget(context.unread_kv_slots)
+            written.forget(context.missed_kv_slots)
         requests = context.requests + context.unfinished
         if not requests:
             return DraftTree.from_lists([], context.table.device)

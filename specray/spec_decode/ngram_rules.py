@@ -26,7 +26,7 @@ class NgramRules:
     max_window: int
     min_breadth: int
     max_breadth: int
-    depth: int  # of the trie: matched and drafted tokens
+    depth: int  # depth of the trie: matched and drafted tokens
     capacity: int  # tokens of finished requests
     max_spec_factor: float | None
     min_token_prob: float

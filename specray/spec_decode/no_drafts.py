@@ -28,7 +28,7 @@ class NoDrafts:
     def submit(self, context: ProposeContext) -> None:
         """There is nothing to draft with."""
 
-    def take_unread(self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]) -> None:
+    def take_unsized(self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]) -> None:
         """Trees are taken as a whole."""
 
     def collect(self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]) -> tuple[DraftTree, list[int]]:  # noqa: ARG002

@@ -19,7 +19,7 @@ class TakenTrees(NamedTuple):
     """Trees of a step, whose numbers of nodes may not be on the host yet."""
 
     tree: DraftTree  # places behind a tree's nodes are NONE
-    most_nodes: list[int]  # of each tree
+    most_nodes: list[int]  # upper bound of the nodes of each tree
     report: HostCopy | None  # see `TreeOps.take`; None: the trees have that many
 
 

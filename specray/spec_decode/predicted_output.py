@@ -46,5 +46,5 @@ class PredictionDrafter:
         prediction = self._predictions.get(state.slot)
         if prediction is None:
             prediction = self._predictions[state.slot] = Prediction(state.predicted_token_ids)
-        prediction.follow(state.token_ids[state.num_prompt_tokens + prediction.num_followed :])
+        prediction.advance(state.token_ids[state.num_prompt_tokens + prediction.num_followed :])
         return prediction.next_tokens(self.max_draft_tokens)

@@ -21,7 +21,7 @@ class Prediction:
         for end in range(MIN_MATCH, len(self.token_ids) + 1):
             self._places.setdefault(tuple(self.token_ids[end - MIN_MATCH : end]), []).append(end)
 
-    def follow(self, output: Sequence[int]) -> None:
+    def advance(self, output: Sequence[int]) -> None:
         """Read the next output tokens."""
         for token in output:
             self._last = [*self._last[1 - MIN_MATCH :], token]

@@ -38,7 +38,7 @@ class ProposeContext:
     unfinished: list[DraftRequest] = field(default_factory=list)
     gather_aux_hidden_states: Callable[[], Tensor] | None = None  # None: the drafter asked for none
     # KV slots of tokens that the target computed in steps that the drafter did not see: they hold other KV of its own.
-    unread_kv_slots: Collection[int] = ()
+    missed_kv_slots: Collection[int] = ()
     # `DeviceDrafter.draft` for `requests` as a CUDA graph, which is faster. It reads the tokens that the step committed
     # and nothing else. None: it was not captured, or some request is unfinished or committed tokens of its prompt.
     replay: Callable[[], DraftTree] | None = None

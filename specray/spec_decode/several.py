@@ -46,7 +46,7 @@ class SeveralDrafters:
         self.replays: dict[str, Callable[[ProposeContext], Callable[[], DraftTree] | None]] = {}
         self._first = next(iter(drafters))
         self._sharing = {name: sharing for name, drafter in drafters.items() if (sharing := _sharing_kv(drafter))}
-        self._unread: dict[str, set[int]] = {name: set() for name in self._sharing}  # KV slots, until it gets a context
+        self._missed: dict[str, set[int]] = {name: set() for name in self._sharing}  # KV slots, until it gets a context
         self._shadow_trees = {name: ShadowTrees() for name in drafters}
         self._failing: set[str] = set()  # that did not draft the last time
         self._clock = clock
@@ -57,7 +57,7 @@ class SeveralDrafters:
         for name in self.members:
             part = self._part(name, context)
             if sharing := self._sharing.get(name):
-                self._unread[name].update(context.unread_kv_slots)
+                self._missed[name].update(context.missed_kv_slots)
                 others = [request for request in _all(context) if request.slot not in part.slots]
                 if others:
                     sharing.forget_kv(context.table, others)
@@ -98,8 +98,8 @@ class SeveralDrafters:
         """The places in the batch that get this drafter's trees, and the trees; None if there are none."""
         drafter, shadow = self.members[name], self._shadow_trees[name]
         seen = self._context(part, drafter.aux_hidden_state_layers, context)
-        if unread := self._unread.get(name):
-            seen = replace(seen, unread_kv_slots=unread)
+        if missed := self._missed.get(name):
+            seen = replace(seen, missed_kv_slots=missed)
         compared = shadow.compare(context)
         start = self._clock()
         try:
@@ -119,8 +119,8 @@ class SeveralDrafters:
             self._failing.add(name)
             return None
         self._failing.discard(name)
-        if unread:
-            self._unread[name] = set()
+        if missed:
+            self._missed[name] = set()
         device, is_own = context.table.device, part.is_own
         if not all(is_own):
             rows = [row for row, owns in enumerate(is_own) if not owns]
@@ -170,8 +170,8 @@ class _Part(NamedTuple):
     """The requests of a step that one drafter sees."""
 
     slots: set[int]  # its own and those that it shadows, and of a drafter that reads prompts, those with such tokens
-    places: list[int]  # of those that get a tree, in the context's `requests`
-    is_own: list[bool]  # of each place: its tree is verified
+    places: list[int]  # places of the requests that get a tree, in the context's `requests`
+    is_own: list[bool]  # whether the tree of each place is verified
     own_slots: set[int]  # all of its own, those that are read only included
     shadow_slots: set[int]  # the same of those that it shadows
 

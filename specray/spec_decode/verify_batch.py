@@ -19,7 +19,7 @@ class VerifyOutput(NamedTuple):
     """Outcome of B trees of at most D levels below the root."""
 
     outcome: Tensor  # int64 [B, 2 + 2 * (D + 1)] on the device: num_tokens twice, tokens, nodes; see StepOutput
-    logprobs: Mapping[int, list[TokenLogprob]] = MappingProxyType({})  # of the requests with logprobs, by row
+    logprobs: Mapping[int, list[TokenLogprob]] = MappingProxyType({})  # logprobs of the requests that want them, by row
 
     @classmethod
     def of(

@@ -51,7 +51,7 @@ class WrittenSlots:
 
     def read(self, context: ProposeContext) -> None:
         """Record what a drafter has written once it has read all tokens that the step of `context` committed."""
-        self.forget(context.unread_kv_slots)
+        self.forget(context.missed_kv_slots)
         requests = context.requests + context.unfinished
         self.update(context.table, requests, [request.start for request in requests])
 

@@ -1,6 +1,6 @@
 """The grammars of a rank's requests: compiled beside the step, matched along the output, applied to draft trees.
 
-Rank 0 owns them. It withholds a request whose grammar is still compiled from the plan, so the other ranks never wait.
+Rank 0 owns them. It defers a request whose grammar is still compiled from the plan, so the other ranks never wait.
 """
 
 import time
@@ -38,7 +38,7 @@ class SlotGrammar:
     compiled: "Future[CompiledGrammar]"
     output: list[int]  # generated before the request entered: after preemption, or by another engine
     matcher: "GrammarMatcher | None" = None  # after all tokens of the output; None until it is compiled
-    withheld_block_ids: list[int] = field(default_factory=list)
+    deferred_block_ids: list[int] = field(default_factory=list)
     error: str | None = None
     spent_s: float = 0.0  # CPU time in steps
 
@@ -67,7 +67,7 @@ class GrammarTable:
         self.compilation = Compilation(make_tools)
         self.slots: dict[int, SlotGrammar] = {}
 
-    def withhold(self, plan: StepPlan) -> tuple[StepPlan, dict[int, RequestResult]]:
+    def defer(self, plan: StepPlan) -> tuple[StepPlan, dict[int, RequestResult]]:
         """(the plan without requests whose grammar is not ready, what to report for these, by slot)."""
         for slot in plan.freed_slots:
             self.slots.pop(slot, None)
@@ -80,9 +80,9 @@ class GrammarTable:
         compiled = [grammar.compiled for slot in slots if (grammar := self.slots.get(slot)) and not grammar.matcher]
         if compiled and len(compiled) == len(slots):
             wait(compiled, IDLE_WAIT_S, FIRST_COMPLETED)
-        withheld = {slot: result for slot in slots if (result := self._unready(slot)) is not None}
-        rows = [row for row in map(self._with_blocks, plan.rows) if row.slot not in withheld]
-        return plan._replace(rows=rows), withheld
+        deferred = {slot: result for slot in slots if (result := self._unready(slot)) is not None}
+        rows = [row for row in map(self._with_blocks, plan.rows) if row.slot not in deferred]
+        return plan._replace(rows=rows), deferred
 
     def constrain(
         self,
@@ -132,12 +132,12 @@ class GrammarTable:
                     return
 
     def _with_blocks(self, row: ScheduledRequest) -> ScheduledRequest:
-        """The row with the blocks of the rows that were withheld before it, which the request table has not seen."""
+        """The row with the blocks of the rows that were deferred before it, which the request table has not seen."""
         grammar = self.slots.get(row.slot)
         if grammar is None:
             return row
-        blocks = grammar.withheld_block_ids + row.new_block_ids
-        grammar.withheld_block_ids = [] if grammar.matcher is not None else blocks
+        blocks = grammar.deferred_block_ids + row.new_block_ids
+        grammar.deferred_block_ids = [] if grammar.matcher is not None else blocks
         return row._replace(new_block_ids=blocks)
 
     def _unready(self, slot: int) -> RequestResult | None:

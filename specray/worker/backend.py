@@ -69,14 +69,14 @@ class StepBackend(Protocol):
 
     @property
     def knows_tree_sizes(self) -> bool:
-        """Whether trees may be passed to `begin` before the host knows their sizes (`StepBatch.unread`)."""
+        """Whether trees may be passed to `begin` before the host knows their sizes (`StepBatch.wait_for_sizes`)."""
 
     def begin(self, batch: StepBatch, wants: StepWants) -> Pass: ...
 
-    def can_follow(self, before: Pass) -> bool:
+    def can_begin_after(self, before: Pass) -> bool:
         """Whether a step of the same requests without drafts can take its tokens from a pass that still runs."""
 
-    def follow(self, before: Pass) -> Pass:
+    def begin_after(self, before: Pass) -> Pass:
         """Start such a step. The table has its KV slots."""
 
     def wait(self, started: Pass) -> None:
@@ -101,11 +101,11 @@ class TorchBackend:
         layers, only_largest = wants.aux_hidden_state_layers, self._reads_largest(batch, wants)
         return Pass(batch, self.runner.run(build_batch(self._table, batch), layers, only_largest))
 
-    def can_follow(self, before: Pass) -> bool:  # noqa: ARG002
+    def can_begin_after(self, before: Pass) -> bool:  # noqa: ARG002
         return False
 
-    def follow(self, before: Pass) -> Pass:  # noqa: ARG002
-        raise AssertionError("can_follow is False")
+    def begin_after(self, before: Pass) -> Pass:  # noqa: ARG002
+        raise AssertionError("can_begin_after is False")
 
     def wait(self, started: Pass) -> None:
         """The pass has ended, or the device orders what follows."""
@@ -170,7 +170,7 @@ class TorchBackend:
 @dataclass(slots=True)
 class KernelPass(Pass):
     number: int
-    verification: Verification | None = None  # by the pass: its outcome is there once the pass has ended
+    verification: Verification | None = None  # verification inside the pass, complete once the pass has ended
 
 
 class KernelBackend(TorchBackend):
@@ -189,12 +189,12 @@ class KernelBackend(TorchBackend):
         number, computed = self.runner.start(build_batch(self._table, batch), layers, only_largest, verification)
         return KernelPass(batch, computed, number, verification)
 
-    def can_follow(self, before: Pass) -> bool:
+    def can_begin_after(self, before: Pass) -> bool:
         return isinstance(before.computed.logits, LargestLogits) and before.batch.tree.max_depth == 0
 
-    def follow(self, before: Pass) -> KernelPass:
+    def begin_after(self, before: Pass) -> KernelPass:
         assert isinstance(before, KernelPass)
-        number, computed = self.runner.follow(before.number, self._ops.struct, before.batch.rows.slots)
+        number, computed = self.runner.begin_after(before.number, self._ops.struct, before.batch.rows.slots)
         return KernelPass(before.batch.decoding(), computed, number)
 
     def wait(self, started: Pass) -> None:

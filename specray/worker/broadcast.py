@@ -25,7 +25,7 @@ class DraftSizes(NamedTuple):
         return cls(drafts.max_draft_tokens, tuple(drafts.aux_hidden_state_layers))
 
 
-def follow(drafts: DraftSource, sizes: DraftSizes) -> None:
+def adopt_sizes(drafts: DraftSource, sizes: DraftSizes) -> None:
     """Choose the same CUDA graphs as rank 0, which has the drafter of these sizes."""
     if isinstance(drafts, NoDrafts):  # as on all ranks above 0
         drafts.max_draft_tokens, drafts.aux_hidden_state_layers = sizes

@@ -10,7 +10,7 @@ class Bucket(NamedTuple):
     """Sizes of a padded step."""
 
     rows: int
-    nodes: int  # of each tree, the root included
+    nodes: int  # nodes of each tree, the root included
 
     @property
     def num_tokens(self) -> int:

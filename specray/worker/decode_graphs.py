@@ -55,7 +55,7 @@ class DecodeGraphs:
         """The smallest bucket for a step; None if it has no graph."""
         if not batch.only_decodes:
             return None
-        self._follow_drafter()
+        self._fit_drafter()
         rows, nodes = len(batch.num_nodes), max(batch.num_nodes)
         fitting = [bucket for bucket in self._buckets if bucket.rows >= rows and bucket.nodes >= nodes]
         return min(fitting, key=lambda bucket: (bucket.num_tokens, bucket.rows), default=None)
@@ -100,7 +100,7 @@ class DecodeGraphs:
         self.were_drafts_taken = True
         return self._step.drafts(len(batch.num_nodes))
 
-    def _follow_drafter(self) -> None:
+    def _fit_drafter(self) -> None:
         """Start again for a drafter whose trees or hidden states the graphs do not have."""
         nodes, layers = 1 + self._drafts.max_draft_tokens, self._drafts.aux_hidden_state_layers
         if nodes > self._max_nodes or (layers and layers != self._layers):

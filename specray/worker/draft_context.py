@@ -12,11 +12,11 @@ from specray.worker.backend import StepOutcome
 
 
 def draft_context(
-    table: RequestTable, plan: StepPlan, outcome: StepOutcome, took_part: Sequence[bool], unread: Collection[int]
+    table: RequestTable, plan: StepPlan, outcome: StepOutcome, took_part: Sequence[bool], missed: Collection[int]
 ) -> ProposeContext:
     """The context of the rows with finite logits, once the host has committed them.
 
-    `took_part`: rows that had not ended before the step. `unread`: see `ProposeContext.unread_kv_slots`.
+    `took_part`: rows that had not ended before the step. `missed`: see `ProposeContext.missed_kv_slots`.
     """
     batch, output, computed, replay = outcome.batch, outcome.output, outcome.computed, outcome.replay
     rows, sampling = batch.rows, set(batch.rows.sampling)
@@ -46,7 +46,7 @@ def draft_context(
         drafting,
         others,
         gather if computed.aux_hidden_states else None,
-        unread,
+        missed,
         replay if len(drafting) == len(rows.states) else None,
     )
 

@@ -45,7 +45,7 @@ class GraphBackend:
         if not verifies:
             batch = batch.with_sizes()
         bucket = self._graphs.bucket(batch)
-        if bucket is None and batch.unread is not None:
+        if bucket is None and batch.wait_for_sizes is not None:
             batch = batch.with_sizes()
             bucket = self._graphs.bucket(batch)
         if bucket is None:
@@ -57,10 +57,10 @@ class GraphBackend:
             return GraphPass(batch, computed, bucket, None)
         return GraphPass(batch, computed, bucket, self._graphs.verify(batch, bucket, wants.may_draft))
 
-    def can_follow(self, before: Pass) -> bool:
+    def can_begin_after(self, before: Pass) -> bool:
         return isinstance(before, GraphPass) and before.outcome is not None and before.batch.tree.max_depth == 0
 
-    def follow(self, before: Pass) -> GraphPass:
+    def begin_after(self, before: Pass) -> GraphPass:
         assert isinstance(before, GraphPass)
         assert before.outcome is not None
         batch, bucket = before.batch, before.bucket

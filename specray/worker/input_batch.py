@@ -64,10 +64,11 @@ class StepBatch(NamedTuple):
     """A step's rows and their trees."""
 
     rows: ScheduledBatch
-    tree: DraftTree  # of all R rows
+    tree: DraftTree  # trees of all R rows
     num_nodes: list[int]  # the host's copy of tree.num_nodes
-    mask: TokenMask | None = None  # of the logits of the rows that sample; None: no request has a grammar
-    unread: Callable[[], tuple[DraftTree, list[int]]] | None = None  # `num_nodes` are upper bounds until it is called
+    mask: TokenMask | None = None  # mask of the logits of the rows that sample; None: no request has a grammar
+    # None where `num_nodes` are the sizes; else they are upper bounds, and it returns the trees with their sizes
+    wait_for_sizes: Callable[[], tuple[DraftTree, list[int]]] | None = None
 
     @property
     def only_decodes(self) -> bool:
@@ -76,10 +77,10 @@ class StepBatch(NamedTuple):
 
     def with_sizes(self) -> "StepBatch":
         """A copy with the trees' numbers of nodes; waits for the drafter."""
-        if self.unread is None:
+        if self.wait_for_sizes is None:
             return self
-        tree, num_nodes = self.unread()
-        return self._replace(tree=tree, num_nodes=num_nodes, unread=None)
+        tree, num_nodes = self.wait_for_sizes()
+        return self._replace(tree=tree, num_nodes=num_nodes, wait_for_sizes=None)
 
     def decoding(self) -> "StepBatch":
         """The batch of the next step, in which each request has one known token."""

@@ -40,14 +40,14 @@ class Demand(NamedTuple):
     """Bytes on a rank's device beside the target's weights, which are loaded already."""
 
     token: int  # KV of a token, of target and drafter
-    weights: int = 0  # of the drafter
-    dynamic: int = 0  # of activations, CUDA graphs and further processes
+    weights: int = 0  # bytes of the drafter's weights
+    dynamic: int = 0  # bytes of activations, CUDA graphs and further processes
 
 
 class StepSize(NamedTuple):
     """Sizes that the activations of a step depend on."""
 
-    num_tokens: int  # of the largest step
+    num_tokens: int  # tokens of the largest step
     num_sampled: int  # nodes with logits
     width: int  # values of a token that are alive at once, inside a layer
     vocab_size: int

@@ -78,9 +78,9 @@ class KernelRunner(ModelRunner):
         self._open.add(number)
         return number, ForwardOutput(*computed, batch.roots)
 
-    def follow(self, number: int, table: ArenaStruct, slots: Tensor) -> tuple[int, ForwardOutput]:
+    def begin_after(self, number: int, table: ArenaStruct, slots: Tensor) -> tuple[int, ForwardOutput]:
         """Start a pass over the tokens that another one, with only the largest logits, chooses for `slots`."""
-        following, logits = self._passes.follow(number, table, slots)
+        following, logits = self._passes.begin_after(number, table, slots)
         self._open.add(following)
         return following, ForwardOutput(None, logits, [], list(range(slots.shape[0])))
 

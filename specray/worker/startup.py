@@ -29,7 +29,7 @@ from specray.spec_decode.verifier import is_padded
 from specray.structured_output.compilation import make_tools
 from specray.structured_output.matchers import GrammarTable
 from specray.worker.backend import StepBackend, make_backend
-from specray.worker.broadcast import DraftSizes, broadcast_sizes, follow
+from specray.worker.broadcast import DraftSizes, adopt_sizes, broadcast_sizes
 from specray.worker.buckets import buckets
 from specray.worker.decode_graphs import DecodeGraphs
 from specray.worker.draft_graphs import graphs_of_members
@@ -90,7 +90,7 @@ def start_worker(
             drafts = InlineDrafts(drafter, num_slots, vocab_size, device)
     sampler = make_sampler(config.speculative)
     if group.size > 1:
-        follow(drafts, broadcast_sizes(group, DraftSizes.of(drafts)))
+        adopt_sizes(drafts, broadcast_sizes(group, DraftSizes.of(drafts)))
     compile_target(config, target, drafts.max_draft_tokens, progress)
     backend: StepBackend = make_backend(target.runner, table, group, sampler)
     graphs, without_graphs = _capture(config, target.runner, table, drafts, drafter, sampler)

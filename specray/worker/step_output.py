@@ -25,7 +25,7 @@ class StepOutput(NamedTuple):
 
     device: Tensor
     host: list[list[int]]
-    logprobs: Mapping[int, list[TokenLogprob]]  # by row
+    logprobs: Mapping[int, list[TokenLogprob]]  # logprobs of the emitted tokens, by row
 
     @classmethod
     def of(cls, is_finite: Tensor, sampling: Tensor, rows: list[int], verified: VerifyOutput | None) -> "StepOutput":

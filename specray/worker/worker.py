@@ -25,7 +25,7 @@ from specray.step import DraftLimit, RequestResult, StepPlan, StepResult, StepTi
 from specray.step_wire import pack, unpack_plan
 from specray.structured_output.matchers import GrammarTable
 from specray.worker.backend import Pass, StepBackend, StepOutcome, StepWants
-from specray.worker.broadcast import DraftSizes, broadcast_tree, follow
+from specray.worker.broadcast import DraftSizes, adopt_sizes, broadcast_tree
 from specray.worker.draft_context import draft_context
 from specray.worker.input_batch import ScheduledBatch, StepBatch
 from specray.worker.prompt_logprobs import compute_prompt_logprobs
@@ -43,14 +43,14 @@ class StartedStep(NamedTuple):
     prepare_seconds: float
     start: float  # time of `time.perf_counter` when the pass was about to start
     draft_seconds: float
-    slots: Sequence[int] = ()  # of all rows, on rank 0
-    withheld: Mapping[int, RequestResult] = {}  # of those that do not run, by slot
-    follows: bool = False  # it began before the step before it was finished
+    slots: Sequence[int] = ()  # slots of all rows of the plan, on rank 0
+    deferred: Mapping[int, RequestResult] = {}  # results of requests that do not run, by slot
+    is_early: bool = False  # it began before the step before it was finished
 
     @property
     def has_ended(self) -> bool:
         """Whether all its requests ended in the step before, whose result was not there when it began."""
-        return self.follows and self.started is not None and all(s.has_ended for s in self.started.batch.rows.states)
+        return self.is_early and self.started is not None and all(s.has_ended for s in self.started.batch.rows.states)
 
 
 class Worker:
@@ -76,7 +76,7 @@ class Worker:
         self._nothing = ProposeContext(table, [])
         self._context = self._nothing
         self._started: deque[StartedStep] = deque()  # and not finished
-        self._unread: set[int] = set()  # KV slots of steps in which the drafter was not called
+        self._missed: set[int] = set()  # KV slots of steps in which the drafter was not called
         self._last_end = 0.0  # of a pass, as far as the host has seen it
 
     @property
@@ -99,7 +99,7 @@ class Worker:
         Nothing but `finish` may be called then, or `begin` if `can_begin`.
         """
         with self._inference:
-            self._started.append(self._follow(plan) if self._started else self._lead(plan))
+            self._started.append(self._begin_after(plan) if self._started else self._lead(plan))
 
     @property
     def num_started(self) -> int:
@@ -121,7 +121,7 @@ class Worker:
         states = before.started.batch.rows.states
         if [row.slot for row in plan.rows] != [state.slot for state in states] or any(map(needs_result, states)):
             return False
-        return self._drafts_nothing(before.plan, plan) and self._backend.can_follow(before.started)
+        return self._drafts_nothing(before.plan, plan) and self._backend.can_begin_after(before.started)
 
     def finish(self) -> StepResult:
         """The result of the oldest step that was started."""
@@ -148,36 +148,36 @@ class Worker:
             plan.runs_drafter or any(row.draft_limit.num_tokens for row in plan.rows) for plan in plans
         )
 
-    def _follow(self, plan: StepPlan) -> StartedStep:
+    def _begin_after(self, plan: StepPlan) -> StartedStep:
         """Start a step over the tokens that the pass before it chooses. See `can_begin`."""
         start, before = time.perf_counter(), self._started[-1].started
         assert before is not None
         for row in plan.rows:
             self._table.extend(row.slot, [], row.new_block_ids)
-        return StartedStep(plan, self._backend.follow(before), 0.0, start, 0.0, follows=True)
+        return StartedStep(plan, self._backend.begin_after(before), 0.0, start, 0.0, is_early=True)
 
     def _lead(self, plan: StepPlan) -> StartedStep:
         """Start the step on all ranks, without the requests that cannot run."""
-        ready, withheld = self._withhold(plan)
+        ready, deferred = self._without_deferred(plan)
         if self._group.size > 1:
             self._group.broadcast_bytes(pack(ready))
-        return self._begin(ready)._replace(slots=[row.slot for row in plan.rows], withheld=withheld)
+        return self._begin(ready)._replace(slots=[row.slot for row in plan.rows], deferred=deferred)
 
-    def _withhold(self, plan: StepPlan) -> tuple[StepPlan, dict[int, RequestResult]]:
+    def _without_deferred(self, plan: StepPlan) -> tuple[StepPlan, dict[int, RequestResult]]:
         """(the plan without the requests that cannot run, what to report for these, by slot).
 
         These are requests whose grammar is not compiled yet, and those that ended in a step whose result the scheduler
         did not have when it made the plan.
         """
-        withheld: dict[int, RequestResult] = {}
+        deferred: dict[int, RequestResult] = {}
         if self.grammars.slots or any(new.sampling.grammar is not None for new in plan.new_requests):
-            plan, withheld = self.grammars.withhold(plan)
+            plan, deferred = self.grammars.defer(plan)
         entered = {new.slot for new in plan.new_requests}
         ended = [row.slot for row in plan.rows if row.slot not in entered and self._table.states[row.slot].has_ended]
         if ended:
-            withheld |= {slot: _deferred(self._table.states[slot]) for slot in ended}
-            plan = plan._replace(rows=[row for row in plan.rows if row.slot not in withheld])
-        return plan, withheld
+            deferred |= {slot: _deferred(self._table.states[slot]) for slot in ended}
+            plan = plan._replace(rows=[row for row in plan.rows if row.slot not in deferred])
+        return plan, deferred
 
     def _begin(self, plan: StepPlan) -> StartedStep:
         """Start the step on this rank: collect the drafts and start the forward pass."""
@@ -200,10 +200,10 @@ class Worker:
 
     def _finish(self, step: StartedStep) -> StepResult:
         """The rest of the step on this rank: verify and commit, and prepare the next drafts' input."""
-        plan, started, withheld = step.plan, step.started, step.withheld
+        plan, started, deferred = step.plan, step.started, step.deferred
         if started is None:
             times = StepTimes(step.prepare_seconds, 0.0, 0.0, 0.0)
-            return StepResult(plan.step_id, [withheld[slot] for slot in step.slots], times)
+            return StepResult(plan.step_id, [deferred[slot] for slot in step.slots], times)
         self._backend.wait(started)
         waited = time.perf_counter()
         # A pass that follows another one begins when that one ends. Its time includes what the host did meanwhile.
@@ -215,9 +215,9 @@ class Worker:
         outcome = self._backend.finish(started)
         self._last_end = outcome.end
         results = self._commit(plan, outcome)
-        if withheld:
+        if deferred:
             ready = iter(results)
-            results = [withheld.get(slot) or next(ready) for slot in step.slots]
+            results = [deferred.get(slot) or next(ready) for slot in step.slots]
         times = times._replace(verify=time.perf_counter() - waited)
         uses, faults = self.drafts.take_uses(), self.drafts.take_faults()
         is_absent = self.drafts.max_draft_tokens == 0
@@ -239,12 +239,12 @@ class Worker:
             results = with_traces(results, batch, output)
         if plan.runs_drafter and self.drafts.reads_context:
             took_part = [not result.is_deferred for result in results]
-            self._context = draft_context(self._table, plan, outcome, took_part, self._unread)
-            self._unread = set()
+            self._context = draft_context(self._table, plan, outcome, took_part, self._missed)
+            self._missed = set()
         elif self.drafts.reads_context:
             for state, first in zip(rows.states, starts, strict=True):
                 written = self._table.host_kv_slots[state.slot, first : state.num_computed_tokens]
-                self._unread.update(written.tolist())
+                self._missed.update(written.tolist())
         return results
 
     def _collect(self, plan: StepPlan, rows: ScheduledBatch) -> StepBatch:
@@ -254,9 +254,9 @@ class Worker:
             sampling = set(rows.sampling)
             limits = [row.draft_limit if place in sampling else NO_DRAFTS for place, row in enumerate(plan.rows)]
             if self._have_known_sizes(rows, limits):
-                unread = self.drafts.take_unread(rows.slots, rows.roots, limits)
-                if unread is not None:
-                    return StepBatch(rows, unread.tree, unread.most_nodes, None, unread.read)
+                unsized = self.drafts.take_unsized(rows.slots, rows.roots, limits)
+                if unsized is not None:
+                    return StepBatch(rows, unsized.tree, unsized.most_nodes, None, unsized.wait_for_sizes)
             tree, num_nodes = self.drafts.collect(rows.slots, rows.roots, limits)
             if self.grammars.slots:
                 slots = [state.slot for state in rows.states]
@@ -264,7 +264,7 @@ class Worker:
         if self._group.size > 1:
             sizes, device = DraftSizes.of(self.drafts), self._table.device
             tree, num_nodes, sizes = broadcast_tree(self._group, tree, num_nodes, sizes, device)
-            follow(self.drafts, sizes)
+            adopt_sizes(self.drafts, sizes)
         assert tree is not None
         assert num_nodes is not None
         return StepBatch(rows, tree, num_nodes, mask)

@@ -35,7 +35,7 @@ THREADS = {
     ("cluster/liveness/watchdog.py", "Thread(self._poll_until_failure)"): (
         f"{UNIT}/liveness/test_watchdog.py::test_a_watchdog_that_cannot_be_polled_is_a_failure"
     ),
-    (f"{ROUTING}/router_pool.py", "spawn(self._follow_directory())"): (
+    (f"{ROUTING}/router_pool.py", "spawn(self._watch_directory())"): (
         "tests/unit/server/routing/test_failover.py::test_an_ingress_follows_its_routers_after_an_error"
     ),
     (

@@ -195,12 +195,12 @@ def test_a_new_process_has_read_nothing_of_running_requests(toy: Path, tmp_path:
         for _ in range(4):
             llm.engine.step()
         [running] = llm.engine.scheduler.running
-        assert running.acceptance.num_unread_tokens == 0
+        assert running.acceptance.num_missed_tokens == 0
         remote.start()
         llm.engine.add_request(after)
         for _ in range(2):
             llm.engine.step()
-        counts = [request.acceptance.num_unread_tokens for request in llm.engine.scheduler.running]
+        counts = [request.acceptance.num_missed_tokens for request in llm.engine.scheduler.running]
         assert counts[0] >= len(before.prompt_token_ids)
         assert counts[1] == 0
         llm.engine.abort([before.request_id, after.request_id])
@@ -219,7 +219,7 @@ def test_a_new_process_of_a_draft_model_reads_running_requests_again(toy: Path, 
             for _ in range(3):
                 llm.engine.step()
         [running] = llm.engine.scheduler.running
-        assert running.acceptance.num_unread_tokens == 0
+        assert running.acceptance.num_missed_tokens == 0
         llm.engine.abort([running.request_id])
         while llm.engine.has_work:
             llm.engine.step()

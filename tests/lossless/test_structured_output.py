@@ -226,7 +226,7 @@ def test_a_request_waits_until_its_grammar_is_compiled(
         engine, deferred = llm.engine, 0
         engine.capacity = engine.capacity._replace(max_plans=max_plans)
         grammars = llm._executor.worker.grammars
-        withhold, start = grammars.withhold, grammars.compilation.start
+        defer, start = grammars.defer, grammars.compilation.start
         held: list[tuple[Future[Any], Future[Any]]] = []
 
         def start_held(spec: GrammarSpec) -> "Future[Any]":
@@ -236,14 +236,14 @@ def test_a_request_waits_until_its_grammar_is_compiled(
         def counted(plan: StepPlan) -> tuple[StepPlan, dict[int, RequestResult]]:
             """Grammars are ready once a step went without them."""
             nonlocal deferred
-            ready, withheld = withhold(plan)
-            deferred += len(withheld)
-            while withheld and held:
+            ready, waiting = defer(plan)
+            deferred += len(waiting)
+            while waiting and held:
                 shown, compiled = held.pop()
                 shown.set_result(compiled.result())
-            return ready, withheld
+            return ready, waiting
 
-        grammars.withhold = counted  # type: ignore[method-assign]
+        grammars.defer = counted  # type: ignore[method-assign]
         grammars.compilation.start = start_held  # type: ignore[method-assign]
         engine.add_request(EngineRequest("free", [5, 6], FREE))
         for index in range(3):

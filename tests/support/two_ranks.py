@@ -64,7 +64,8 @@ def run_ranks(
     config = EngineConfig(model=str(folder), tp_size=size, speculative=speculative, **options)
     with tempfile.TemporaryDirectory() as meeting:
         address = f"file://{meeting}/ranks"
-        others = [PROCESSES.Process(target=follow, args=(config, rank, address, in_graphs)) for rank in range(1, size)]
+        arguments = [(config, rank, address, in_graphs) for rank in range(1, size)]
+        others = [PROCESSES.Process(target=run_follower, args=each) for each in arguments]
         for process in others:
             process.start()
         with ProcessPoolExecutor(1, mp_context=PROCESSES) as first:
@@ -110,7 +111,7 @@ def _lead(
     return choices
 
 
-def follow(config: EngineConfig, rank: int, address: str, in_graphs: bool) -> None:
+def run_follower(config: EngineConfig, rank: int, address: str, in_graphs: bool) -> None:
     """Run another rank until it is killed."""
     torch.set_num_threads(1)
     with recorded_graphs() if in_graphs else nullcontext():

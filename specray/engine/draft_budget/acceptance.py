@@ -24,7 +24,7 @@ LEARNING_RATE = 1 / 256  # of a tree, once more than this many were measured
 MEMORY_TREES = 64  # of a request's own acceptance
 MEMORY_WITHOUT_DRAFTS = 256  # steps without drafts that it outlasts: then the request is tried again
 SURE_AFTER, SURE = 8, 0.9  # after so many drafts without a rejected one, a draft is accepted with this chance
-MAX_UNREAD_TOKENS = 16  # a draft model that missed more of a request drafts badly for the rest of it
+MAX_MISSED_TOKENS = 16  # a draft model that missed more of a request drafts badly for the rest of it
 PRIOR_TOKENS = 4.0  # accepted tokens at the average rate that a request starts with
 PRIOR_TOKENS_TOGETHER = 16.0  # the same of all requests of a step, whose drafts are turned on and off together
 # Lower ends of the classes of scores; a step's least score is one of them. Scores of 1 are those of drafts whose score
@@ -42,10 +42,10 @@ class RequestAcceptance:
     accepted: float = 0.0
     expected: float = 0.0
     drafter: str = ""  # the one of several drafters that the request has: their averages differ
-    num_unread_tokens: int = 0  # computed in steps after which the drafter was not called
+    num_missed_tokens: int = 0  # computed in steps after which the drafter was not called
     num_in_row: int = 0  # drafts accepted since the last rejected one
     num_last: int = 0  # drafts of the last tree that had any
-    num_trees: int = 0  # whose scores are known
+    num_trees: int = 0  # trees with known scores
 
     def add(self, accepted: int, expected: float) -> None:
         """Count a tree."""
@@ -59,9 +59,9 @@ class RequestAcceptance:
         self.num_in_row = max(0, self.num_in_row - 1)  # may have been luck
 
     @property
-    def is_read(self) -> bool:
-        """Whether a draft model has read enough of this request to draft for it."""
-        return self.num_unread_tokens <= MAX_UNREAD_TOKENS
+    def is_caught_up(self) -> bool:
+        """Whether a draft model has computed enough of this request to draft for it."""
+        return self.num_missed_tokens <= MAX_MISSED_TOKENS
 
     @property
     def factor(self) -> float:
@@ -137,8 +137,8 @@ class NodeAcceptance:
 class ScoredTree(NamedTuple):
     """A draft tree after its verification. Nodes are counted from 1, because the root is 0."""
 
-    scores: Sequence[float]  # of all its drafts
-    num_verified: int  # of which so many were verified
+    scores: Sequence[float]  # scores of all drafts of a tree
+    num_verified: int  # number of drafts that were verified, from the first one on
     accepted_nodes: Sequence[int]
 
 

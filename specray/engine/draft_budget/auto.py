@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specray.engine.draft_budget.acceptance import (
-    MAX_UNREAD_TOKENS,
+    MAX_MISSED_TOKENS,
     NodeAcceptance,
     RequestAcceptance,
     ScoreAcceptance,
@@ -34,7 +34,7 @@ LEAST_SCORE = 1e-6  # asks for scores, and keeps every node
 DRAFTING_MARGIN = 1.02
 # Added for requests that a draft model has not read, by their share: they continue without drafts, so drafts of all pay
 # only when others have taken their place. Without it, drafts that hardly pay are turned off and on all the time.
-UNREAD_MARGIN = 0.08
+MISSED_MARGIN = 0.08
 Floats = NDArray[np.float64]
 # Nodes that bring less are never worth a row of a forward: with a step of one row taking as long as a plain step, they
 # would have to cost less than a hundredth of it.
@@ -45,7 +45,7 @@ class LastBest(NamedTuple):
     """The best choice for the requests of the last step."""
 
     requests: list[Drafting]
-    are_read: list[bool]  # by a draft model, see RequestAcceptance.is_read
+    are_caught_up: list[bool]  # RequestAcceptance.is_caught_up of each request
     num_drafts: list[int]
     min_scores: list[float]
 
@@ -95,7 +95,7 @@ class AutoBudget:
             self._cuts.clear()
             self._last_best = None
         self._num_steps += 1
-        unknown = {request.acceptance.drafter for request in requests if self._can_teach_first_trees(request)}
+        unknown = {request.acceptance.drafter for request in requests if self._is_among_first_trees(request)}
         if unknown and all(request.acceptance.drafter in unknown for request in requests):
             everything = [LEAST_SCORE] * len(requests)
             whole = [self._whole_tree(request) for request in requests]
@@ -112,9 +112,9 @@ class AutoBudget:
             # Calling the drafter does not change the target's time, and later drafts need what it reads meanwhile.
             # Steps that read prompts are not timed.
             is_reading = num_reading > 0 or any(request.is_reading for request in requests)
-            reads_along = is_reading or self._costs.knows_rest_without_drafts(len(requests))
-            reads_along |= any(_would_be_unread(request.acceptance) for request in requests)
-            return Shares([0] * len(requests), runs_drafter=reads_along)
+            runs_drafter = is_reading or self._costs.knows_rest_without_drafts(len(requests))
+            runs_drafter |= any(_would_fall_behind(request.acceptance) for request in requests)
+            return Shares([0] * len(requests), runs_drafter=runs_drafter)
         if trial is not None:
             tried = map(trial.drafts, num_drafts)
             wanted = [min(request.most, count) for request, count in zip(requests, tried, strict=True)]
@@ -125,7 +125,7 @@ class AutoBudget:
         """Whether it drafted lately, or has to read prompts whose requests will get drafts."""
         if self._num_without_drafts <= DRAFTER_OFF_AFTER:
             return True
-        together, margin = num_requests + num_reading, DRAFTING_MARGIN + UNREAD_MARGIN
+        together, margin = num_requests + num_reading, DRAFTING_MARGIN + MISSED_MARGIN
         return num_reading > 0 and any(
             acceptance.num_trees < NUM_FIRST_TREES or self._best_cut(name, together, together, margin)[0]
             for name, acceptance in self._scores.items()
@@ -157,7 +157,7 @@ class AutoBudget:
     ) -> None:
         # Beside a draft model's trees, those of drafters without scores have scores of 1.
         has_scores = request.drafter in self._scores or any(score < 1.0 for score in scores)
-        if has_scores and not request.is_read:  # says nothing about the drafter, but that it knows scores
+        if has_scores and not request.is_caught_up:  # says nothing about the drafter, but that it knows scores
             self._scores.setdefault(request.drafter, ScoreAcceptance())
             return
         if has_scores and scores:
@@ -194,9 +194,9 @@ class AutoBudget:
 
         What is learnt about scores counts from the next update on: until then the same requests get the same.
         """
-        are_read = [request.acceptance.is_read for request in requests]
+        are_caught_up = [request.acceptance.is_caught_up for request in requests]
         last = self._last_best
-        if last and last.requests == requests and last.are_read == are_read:
+        if last and last.requests == requests and last.are_caught_up == are_caught_up:
             return list(last.num_drafts), list(last.min_scores)
         # Requests that their draft model has not read count among those that draft: others will take their place.
         own: dict[str, list[RequestAcceptance]] = {name: [] for name in self._scores}
@@ -214,14 +214,14 @@ class AutoBudget:
                 by_place.append(place)
                 continue
             score = cut[1] * factors[request.acceptance.drafter] / request.acceptance.factor
-            if are_read[place] and score < 1.0:  # no node has a higher one
+            if are_caught_up[place] and score < 1.0:  # no node has a higher one
                 num_drafts[place] = min(request.most, cut[0])
             min_scores[place] = max(LEAST_SCORE, score)
         chosen = self._best_by_place([requests[place] for place in by_place], len(requests), num_drafts)
         for place, count in zip(by_place, chosen, strict=True):
             num_drafts[place] = count
         if not by_place:  # those learn from every tree
-            self._last_best = LastBest(list(requests), are_read, list(num_drafts), list(min_scores))
+            self._last_best = LastBest(list(requests), are_caught_up, list(num_drafts), list(min_scores))
         return num_drafts, min_scores
 
     def _best_cut(
@@ -253,11 +253,11 @@ class AutoBudget:
 
     def _whole_tree(self, request: Drafting) -> int:
         """Drafts of a request before enough is known of its drafter; none by a draft model that has not read it."""
-        return 0 if request.acceptance.drafter in self._scores and not request.acceptance.is_read else request.most
+        return 0 if request.acceptance.drafter in self._scores and not request.acceptance.is_caught_up else request.most
 
-    def _can_teach_first_trees(self, request: Drafting) -> bool:
+    def _is_among_first_trees(self, request: Drafting) -> bool:
         """Whether too few trees were seen of its drafter, and its own would count."""
-        if not request.most or not request.teaches or not request.acceptance.is_read:
+        if not request.most or not request.is_recorded or not request.acceptance.is_caught_up:
             return False
         drafter = request.acceptance.drafter
         is_tried_anew = drafter in self._disuse and self._disuse[drafter].is_tried_anew
@@ -269,13 +269,13 @@ class AutoBudget:
 
 def _margin(requests: Sequence[RequestAcceptance]) -> float:
     """How many times its measured time a step with drafts counts as."""
-    num_unread = sum(not request.is_read for request in requests)
-    return DRAFTING_MARGIN + UNREAD_MARGIN * num_unread / max(1, len(requests))
+    num_behind = sum(not request.is_caught_up for request in requests)
+    return DRAFTING_MARGIN + MISSED_MARGIN * num_behind / max(1, len(requests))
 
 
-def _would_be_unread(request: RequestAcceptance) -> bool:
+def _would_fall_behind(request: RequestAcceptance) -> bool:
     """Whether a draft model that misses the steps of a trial has missed too much of the request then."""
-    return request.is_read and request.num_unread_tokens + TRIAL_STEPS > MAX_UNREAD_TOKENS
+    return request.is_caught_up and request.num_missed_tokens + TRIAL_STEPS > MAX_MISSED_TOKENS
 
 
 def allocate(

@@ -14,7 +14,7 @@ class Drafting(NamedTuple):
 
     most: int  # draft tokens that may be verified for it: the drafter's tree, the client's limit, the tokens left
     acceptance: RequestAcceptance
-    teaches: bool = True  # `record_tree` will be called with its trees
+    is_recorded: bool = True  # `record_tree` will be called with its trees
     is_reading: bool = False  # it computes the last part of its prompt in the step
 
 

@@ -30,7 +30,7 @@ class StepShape(NamedTuple):
 
     num_requests: int
     num_drafts: int  # over all requests
-    most_drafts: int  # of the request that has most; 0: the drafter is not called
+    most_drafts: int  # drafts of the largest tree; 0: the drafter is not called
 
     @property
     def num_tokens(self) -> int:

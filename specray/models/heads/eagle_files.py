@@ -313,10 +313,10 @@ def read_draft_vocabulary(loader: Loader, names: TensorNames, size: int, target_
 def check_rest(loader: Loader, names: TensorNames, shape: LlamaShape) -> None:
     """ConfigError if the checkpoint holds a tensor that nothing has read, other than the mask of a full vocabulary."""
     mask = names.of_plain("t2d")
-    if mask in loader.unread():
+    if mask in loader.unused():
         loader.stored(mask, (shape.vocab_size,))
     # Tables of positions, and what speculators' trainer keeps of the target.
-    extra = [n for n in loader.unread() if not (n.endswith("rotary_emb.inv_freq") or n.startswith("verifier_"))]
+    extra = [n for n in loader.unused() if not (n.endswith("rotary_emb.inv_freq") or n.startswith("verifier_"))]
     if extra:
         raise ConfigError(
             f"{loader.path(extra[0])}: {len(extra)} tensors are not part of an EAGLE-{names.kind} head with this "

@@ -294,9 +294,9 @@ def _check_target(folder: Path, ours: ModelShape, target: ModelShape) -> None:
 def _check_rest(loader: Loader, layout: Layout, numbers: list[int]) -> None:
     """ConfigError if a layer has tensors that nothing has read, other than copies of the target's."""
     prefixes = tuple(map(layout.prefix, numbers))
-    unread = [name for name in loader.unread() if name.startswith(prefixes) and not name.endswith(_COPIES)]
-    if unread:
+    unused = [name for name in loader.unused() if name.startswith(prefixes) and not name.endswith(_COPIES)]
+    if unused:
         raise ConfigError(
-            f"{loader.path(unread[0])}: {len(unread)} tensors are not part of an MTP layer with this config.json: "
-            f"{first_of(unread, 4)}; the weights and the config do not belong together"
+            f"{loader.path(unused[0])}: {len(unused)} tensors are not part of an MTP layer with this config.json: "
+            f"{first_of(unused, 4)}; the weights and the config do not belong together"
         )

@@ -67,7 +67,7 @@ class PagedAttend:
         trees = (ctypes.c_int32 * (2 * count))(*chain.from_iterable(batch.tree_sizes))
         kv_slots = batch.kv_slots.contiguous()
         mask = None if batch.tree_mask is None else batch.tree_mask.contiguous()
-        self._kept = (query_lens, kv_lens, trees, kv_slots, mask)  # the struct has their addresses
+        self._keep_alive = (query_lens, kv_lens, trees, kv_slots, mask)  # the struct has their addresses
         self.requests = RequestsStruct(
             count=count,
             slots_width=kv_slots.shape[1],

@@ -95,7 +95,7 @@ class FusedLayers(PackedLayers):
         kept = (attend, token_ids, positions, places, tapped, lens)
         return self._start(around, step, token_ids, places, (copies, tapped), only_largest, kept, verification)
 
-    def follow(self, around: EmbedAndHead, number: int, arena: ArenaStruct, slots: Tensor) -> StartedPass:
+    def begin_after(self, around: EmbedAndHead, number: int, arena: ArenaStruct, slots: Tensor) -> StartedPass:
         """Start a pass over the tokens that another one chooses, which is not joined yet, for the same requests.
 
         The other one, `number`, has the largest logits of each request's last token. `slots` int64 [R] are the

@@ -38,9 +38,9 @@ class EmbedAndHead:
         self, embedding: Tensor, norm: Tensor, output: PackedMatrix, num_columns: int, screen: Screen | None
     ) -> None:
         """`num_columns` of the output matrix are the vocabulary."""
-        self._kept = (embedding.contiguous(), norm, output, screen)  # the struct has their addresses
+        self._keep_alive = (embedding.contiguous(), norm, output, screen)  # the struct has their addresses
         self.struct = structs.EmbedAndHeadStruct(
-            pointer(self._kept[0]),
+            pointer(self._keep_alive[0]),
             FLOAT_TYPES[embedding.dtype],
             num_columns,
             pointer(norm),
@@ -66,11 +66,11 @@ class PackedLayers:
         """`cos_sin` are RotaryEmbedding's float32 tables."""
         first = layers[0]
         self.kernels = kernels
-        self._kept: list[Tensor | LayerParts] = [*layers]  # the structs have the addresses of their data
+        self._keep_alive: list[Tensor | LayerParts] = [*layers]  # the structs have the addresses of their data
         self.structs = (LayerStruct * len(layers))(*(self._struct(layer) for layer in layers))
         self.sizes = SizesStruct(first.out.columns, first.gate_up.columns, num_heads, num_kv_heads, dim, eps)
         self.num_bytes = sum(layer.num_bytes for layer in layers)
-        self._kept += cos_sin
+        self._keep_alive += cos_sin
         self.cos, self.sin = map(pointer, cos_sin)
 
     def _struct(self, layer: LayerParts) -> LayerStruct:
@@ -82,5 +82,5 @@ class PackedLayers:
         if norm is None:
             return None
         weight = norm.float().contiguous()
-        self._kept.append(weight)
+        self._keep_alive.append(weight)
         return pointer(weight)

@@ -21,7 +21,7 @@ class TableKernels:
 
     def __init__(self, kernels: Kernels, arena: RequestArena) -> None:
         self._kernels = kernels
-        self._kept = arena  # the struct has its address
+        self._keep_alive = arena  # the struct has its address
         columns = (arena.row_size, arena.kv_column, arena.length_column)
         self.struct = structs.ArenaStruct(pointer(arena.cells), *columns)
         self._arena = ctypes.byref(self.struct)

@@ -39,7 +39,7 @@ def walk(
     return _walked(kernels, trees, min(count, num_threads()))
 
 
-def follow(
+def walk_chosen(
     kernels: Kernels, choices: Tensor, tokens: Tensor, parents: Tensor, num_nodes: Tensor, max_depth: int
 ) -> Tensor:
     """Walk draft trees with known tokens after all nodes: `choices` int64 [sum of num_nodes], -1 if not finite."""

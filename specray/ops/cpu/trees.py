@@ -120,7 +120,7 @@ class TreeNetwork(PackedNetwork):
             type=FLOAT_TYPES[read.dtype],
         )
         trees = GrownTrees.empty(num_trees, limits.num_drafts)
-        growth, _kept = self._growth(attention, num_trees, limits, options, trees)
+        growth, _keep_alive = self._growth(attention, num_trees, limits, options, trees)
         self._layers.kernels.draft(
             ctypes.byref(self._struct),
             ctypes.byref(table.struct),
@@ -140,7 +140,7 @@ class TreeNetwork(PackedNetwork):
         )
         kv_lens = torch.tensor(requests.kv_lens, dtype=torch.int32)
         trees = GrownTrees.empty(len(kv_lens), limits.num_drafts)
-        growth, _kept = self._growth(attention, len(kv_lens), limits, options, trees)
+        growth, _keep_alive = self._growth(attention, len(kv_lens), limits, options, trees)
         growth.output, growth.roots, growth.positions = pointer(output), pointer(roots), pointer(positions)
         growth.kv_slots, growth.kv_lens, growth.slots_width = pointer(kv_slots), pointer(kv_lens), kv_slots.shape[1]
         threads = num_threads(limits.num_levels * self._level_bytes)

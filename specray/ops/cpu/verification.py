@@ -39,7 +39,7 @@ class Verification:
         tokens, parents, num_nodes, max_depth = trees
         count, width = tokens.shape
         self.outcome = torch.empty(count, 2 + 2 * (max_depth + 1), dtype=torch.int64)
-        self._kept = table, pool, slots, sampling, trees  # the struct has the addresses of all of these
+        self._keep_alive = table, pool, slots, sampling, trees  # the struct has the addresses of all of these
         walked = structs.DraftTreesStruct(count, width, max_depth, 0, *map(pointer, (tokens, parents, num_nodes)))
         if sampling:
             addresses = map(pointer, sampling)

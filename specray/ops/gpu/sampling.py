@@ -146,7 +146,7 @@ def _choose(
     return choices
 
 
-def follow(choices: Choices, tokens: Tensor, parents: Tensor, num_nodes: Tensor, max_depth: int) -> Tensor:
+def walk_chosen(choices: Choices, tokens: Tensor, parents: Tensor, num_nodes: Tensor, max_depth: int) -> Tensor:
     """Walk draft trees by the tokens chosen at their B * N places.
 
     The arguments behind `choices` are those of DraftTree. Returns the outcome, int64 [B, 2 + 2 * (max_depth + 1)]; see

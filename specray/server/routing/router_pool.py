@@ -89,7 +89,7 @@ class RouterPool:
 
     def start(self) -> None:
         self._started_at = asyncio.get_running_loop().time()
-        self._tasks.spawn(self._follow_directory())
+        self._tasks.spawn(self._watch_directory())
 
     async def close(self) -> None:
         await self._tasks.close()
@@ -290,7 +290,7 @@ class RouterPool:
         except TimeoutError:
             return
 
-    async def _follow_directory(self) -> None:
+    async def _watch_directory(self) -> None:
         """Keep one client per running router."""
         while True:
             try:
@@ -323,7 +323,7 @@ class RouterPool:
             self._changed.set()
 
         def on_close() -> None:
-            del self._clients[replica_id]  # reconnected by `_follow_directory` if the router still runs
+            del self._clients[replica_id]  # reconnected by `_watch_directory` if the router still runs
             self._changed.set()
 
         handle = self._directory.handle(replica_id)

@@ -105,7 +105,7 @@ class RemoteDrafts:
             with self._recorded_faults():
                 self._peer.submit(context)
 
-    def take_unread(self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]) -> None:
+    def take_unsized(self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]) -> None:
         """Trees are taken as a whole."""
 
     def collect(self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]) -> tuple[DraftTree, list[int]]:

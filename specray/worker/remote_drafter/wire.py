@@ -56,7 +56,7 @@ class Order(NamedTuple):
     deltas: list[RequestDelta]
     requests: list[DraftRequest]  # get a tree
     unfinished: list[DraftRequest]
-    unread_kv_slots: list[int]
+    missed_kv_slots: list[int]
 
 
 class DraftReply(NamedTuple):
@@ -151,22 +151,22 @@ class DeltaEncoder:
     def __init__(self) -> None:
         self._sent: dict[int, tuple[int, int]] = {}  # slot -> numbers of tokens and blocks
         self._freed: list[int] = []
-        self._unread: set[int] = set()  # KV slots
+        self._missed: set[int] = set()  # KV slots
 
     def skip(self, context: ProposeContext) -> None:
         """The drafter does not see this step. The next order tells it which KV slots it has not read."""
-        self._unread.update(context.unread_kv_slots)
+        self._missed.update(context.missed_kv_slots)
         for request in context.requests + context.unfinished:
-            self._unread.update(context.table.host_kv_slots[request.slot, request.start : request.end].tolist())
+            self._missed.update(context.table.host_kv_slots[request.slot, request.start : request.end].tolist())
 
     def release(self, slots: Sequence[int]) -> None:
         self._freed += [slot for slot in slots if self._sent.pop(slot, None)]
 
     def order(self, number: int, region: int, context: ProposeContext) -> Order:
         freed, self._freed = self._freed, []
-        unread = [*self._unread, *context.unread_kv_slots]
-        self._unread.clear()
-        order = Order(number, region, freed, [], [], context.requests, context.unfinished, unread)
+        missed = [*self._missed, *context.missed_kv_slots]
+        self._missed.clear()
+        order = Order(number, region, freed, [], [], context.requests, context.unfinished, missed)
         for slot, *_ in context.requests + context.unfinished:
             state = context.table.states[slot]
             num_tokens, num_blocks = self._sent.get(slot, (0, 0))
@@ -203,8 +203,8 @@ class DeltaDecoder:
         self._table.flush()
         count = sum(request.end - request.start for request in order.requests + order.unfinished)
         states = region[:count].to(self._table.device)
-        unread = order.unread_kv_slots
-        return ProposeContext(self._table, order.requests, order.unfinished, lambda: states, unread_kv_slots=unread)
+        missed = order.missed_kv_slots
+        return ProposeContext(self._table, order.requests, order.unfinished, lambda: states, missed_kv_slots=missed)
 
 
 def _check_tree(tokens: list[int], parents: list[int], vocab_size: int, max_draft_tokens: int) -> None:

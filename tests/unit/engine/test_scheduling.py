@@ -209,21 +209,21 @@ def test_a_preempted_request_waits_before_later_ones() -> None:
 
 @pytest.mark.parametrize("reuses", [False, True])
 def test_what_a_preempted_request_computes_again_will_be_read(reuses: bool) -> None:
-    """Steps whose drafter was not called count against a request's drafts. Its cached blocks stay unread."""
+    """Steps whose drafter was not called count against a request's drafts. Its cached blocks stay behind."""
     config = EngineConfig(page_size=4, max_running_requests=2, disable_radix_cache=not reuses)
     run = Run(Case(config, 11, 0, seed=1))
     for request_id in ("first", "second"):
         run.engine.add_request(EngineRequest(request_id, [5, 6], SamplingParams(seed=1, max_tokens=30)))
     run.engine.step()
     for request in run.engine.scheduler.running:
-        request.acceptance.num_unread_tokens = 99
+        request.acceptance.num_missed_tokens = 99
     while not run.engine.scheduler.num_preemptions:
         run.engine.step()
     [preempted] = run.engine.scheduler.waiting
     while preempted.status is not Status.RUNNING:
         run.engine.step()
-    num_unread = preempted.acceptance.num_unread_tokens
-    assert 0 < num_unread <= len(preempted.token_ids) if reuses else num_unread == 0
+    num_behind = preempted.acceptance.num_missed_tokens
+    assert 0 < num_behind <= len(preempted.token_ids) if reuses else num_behind == 0
 
 
 def test_running_requests_get_a_token_in_every_step_of_a_long_prompt() -> None:

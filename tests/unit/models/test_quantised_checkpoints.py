@@ -67,7 +67,7 @@ def test_a_matrix_is_what_its_parts_stand_for(name: str, tmp_path: Path) -> None
     assert np.array_equal(reading.stored(NAME, (OUTS, INS)), expected)
     assert NAME in reading
     assert reading.names() == [NAME]
-    assert not reading.unread()
+    assert not reading.unused()
     assert reading.path(NAME) == tmp_path / "model.safetensors"
 
 

@@ -12,7 +12,7 @@ texts = st.lists(st.integers(0, 2), max_size=30)
 
 def after(*output: int) -> list[int]:
     prediction = Prediction(PREDICTED)
-    prediction.follow(output)
+    prediction.advance(output)
     return prediction.next_tokens(3)
 
 
@@ -33,9 +33,9 @@ def test_an_output_that_left_the_prediction_returns_with_two_equal_tokens() -> N
 
 def test_of_several_places_the_next_one_is_taken() -> None:
     prediction = Prediction([1, 2, 3, 9, 1, 2, 4, 9, 1, 2, 5])
-    prediction.follow([1, 2, 3, 7, 1, 2])
+    prediction.advance([1, 2, 3, 7, 1, 2])
     assert prediction.next_tokens(1) == [4]
-    prediction.follow([4, 9, 1, 2, 7, 7, 1, 2])  # past the last place: the last one is taken
+    prediction.advance([4, 9, 1, 2, 7, 7, 1, 2])  # past the last place: the last one is taken
     assert prediction.next_tokens(1) == [5]
 
 
@@ -44,7 +44,7 @@ def test_what_is_expected_follows_the_end_of_the_output_in_the_prediction(
     predicted: list[int], output: list[int]
 ) -> None:
     prediction = Prediction(predicted)
-    prediction.follow(output)
+    prediction.advance(output)
     expected = prediction.next_tokens(len(predicted))
     if not expected:
         return
@@ -56,7 +56,7 @@ def test_what_is_expected_follows_the_end_of_the_output_in_the_prediction(
 @given(texts, texts, st.integers(0, 30))
 def test_the_steps_in_which_tokens_arrive_do_not_matter(predicted: list[int], output: list[int], cut: int) -> None:
     at_once, in_two = Prediction(predicted), Prediction(predicted)
-    at_once.follow(output)
-    in_two.follow(output[:cut])
-    in_two.follow(output[cut:])
+    at_once.advance(output)
+    in_two.advance(output[:cut])
+    in_two.advance(output[cut:])
     assert (at_once.next_tokens(9), at_once.num_followed) == (in_two.next_tokens(9), in_two.num_followed)

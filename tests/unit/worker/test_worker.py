@@ -280,7 +280,7 @@ class RecordedContext(NamedTuple):
     requests: list[RecordedRequest]
     unfinished: list[RecordedRequest]
     aux_hidden_states: torch.Tensor | None
-    unread_kv_slots: set[int]
+    missed_kv_slots: set[int]
 
     @property
     def slots(self) -> list[int]:
@@ -300,8 +300,8 @@ class ContextRecorder(ScriptedDrafter):
         drafted, unfinished = (
             [self._copy(context, request) for request in part] for part in (context.requests, context.unfinished)
         )
-        unread = set(context.unread_kv_slots)
-        self.contexts.append(RecordedContext(drafted, unfinished, context.aux_hidden_states, unread))
+        missed = set(context.missed_kv_slots)
+        self.contexts.append(RecordedContext(drafted, unfinished, context.aux_hidden_states, missed))
         return super().propose(context)
 
     def _copy(self, context: ProposeContext, request: DraftRequest) -> RecordedRequest:
@@ -435,7 +435,7 @@ def test_a_drafter_gets_the_kv_slots_of_steps_that_it_did_not_see(toy: Path, gre
     driver.step([1])
     driver.step([1])
     first, second = (PAGE * (BLOCKS * slot + 1) for slot in (1, 2))
-    assert [context.unread_kv_slots for context in recorder.contexts] == [
+    assert [context.missed_kv_slots for context in recorder.contexts] == [
         set(),
         {first + len(PROMPT), second, second + 1},
         set(),

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-from specray.engine.draft_budget.acceptance import MAX_UNREAD_TOKENS, SURE_AFTER, RequestAcceptance
+from specray.engine.draft_budget.acceptance import MAX_MISSED_TOKENS, SURE_AFTER, RequestAcceptance
 from specray.engine.draft_budget.auto import FORGET_AFTER, AutoBudget
 from specray.engine.draft_budget.budget import DraftBudget, Drafting, Shares, StaticBudget
 from specray.engine.draft_budget.costs import KNOWN_AFTER, StepCosts, StepShape
@@ -194,11 +194,11 @@ def drafting_budget(costs: StepCosts) -> tuple[AutoBudget, RequestAcceptance]:
 
 def test_a_request_that_the_draft_model_did_not_read_gets_no_drafts() -> None:
     budget, read = drafting_budget(StepCosts())
-    unread = RequestAcceptance(num_unread_tokens=MAX_UNREAD_TOKENS + 1)
-    first, second = budget.shares([Drafting(MOST, read), Drafting(MOST, unread)]).num_drafts
+    behind = RequestAcceptance(num_missed_tokens=MAX_MISSED_TOKENS + 1)
+    first, second = budget.shares([Drafting(MOST, read), Drafting(MOST, behind)]).num_drafts
     assert (first > 0, second) == (True, 0)
-    read.num_unread_tokens = MAX_UNREAD_TOKENS + 1
-    assert budget.shares([Drafting(MOST, read), Drafting(MOST, unread)]).num_drafts == [0, 0]
+    read.num_missed_tokens = MAX_MISSED_TOKENS + 1
+    assert budget.shares([Drafting(MOST, read), Drafting(MOST, behind)]).num_drafts == [0, 0]
 
 
 def test_a_choice_that_is_kept_for_the_next_step_follows_its_requests() -> None:
@@ -231,40 +231,40 @@ def test_drafts_that_hardly_pay_are_not_begun_for_the_few_requests_that_were_rea
     budget, read = drafting_budget(costs)
     assert all(budget.shares([Drafting(MOST, read)] * 8).num_drafts), "5 % more tokens a second"
     budget, read = drafting_budget(costs)
-    unread = RequestAcceptance(num_unread_tokens=MAX_UNREAD_TOKENS + 1)
-    assert not any(budget.shares([Drafting(MOST, read)] + [Drafting(MOST, unread)] * 7).num_drafts)
+    behind = RequestAcceptance(num_missed_tokens=MAX_MISSED_TOKENS + 1)
+    assert not any(budget.shares([Drafting(MOST, read)] + [Drafting(MOST, behind)] * 7).num_drafts)
 
 
 def test_a_new_draft_model_that_has_read_no_running_request_soon_drafts_for_none() -> None:
-    budget, unread = AutoBudget(None), RequestAcceptance(num_unread_tokens=99)
-    assert budget.shares([Drafting(MOST, unread)]).num_drafts[0] > 0, "it may be a drafter that reads nothing"
-    budget.record_tree(unread, 3, [], scores=[0.9, 0.7, 0.4])
-    assert budget.shares([Drafting(MOST, unread)]).num_drafts == [0]
-    assert budget.shares([Drafting(MOST, unread), Drafting(MOST, RequestAcceptance())]).num_drafts == [0, MOST]
+    budget, behind = AutoBudget(None), RequestAcceptance(num_missed_tokens=99)
+    assert budget.shares([Drafting(MOST, behind)]).num_drafts[0] > 0, "it may be a drafter that reads nothing"
+    budget.record_tree(behind, 3, [], scores=[0.9, 0.7, 0.4])
+    assert budget.shares([Drafting(MOST, behind)]).num_drafts == [0]
+    assert budget.shares([Drafting(MOST, behind), Drafting(MOST, RequestAcceptance())]).num_drafts == [0, MOST]
 
 
 def test_trees_of_a_request_that_was_not_read_say_nothing_about_the_draft_model() -> None:
     budget, read = drafting_budget(StepCosts())
     for _ in range(400):
-        budget.record_tree(RequestAcceptance(num_unread_tokens=99), 3, [], scores=[0.9, 0.7, 0.4])
+        budget.record_tree(RequestAcceptance(num_missed_tokens=99), 3, [], scores=[0.9, 0.7, 0.4])
     assert budget.shares([Drafting(MOST, read)]).num_drafts[0] > 0
 
 
 def test_a_trial_without_drafts_stops_the_drafter_only_to_measure_what_it_costs() -> None:
     def trial(
-        costs: StepCosts, num_reading: int = 0, *, is_reading: bool = False, num_unread_tokens: int = 0
+        costs: StepCosts, num_reading: int = 0, *, is_reading: bool = False, num_missed_tokens: int = 0
     ) -> Shares:
         budget, request = drafting_budget(costs)
-        request.num_unread_tokens = num_unread_tokens
+        request.num_missed_tokens = num_missed_tokens
         drafting = Drafting(MOST, request, is_reading=is_reading)
         shares = [budget.shares([drafting], num_reading) for _ in range(FIRST_TRIAL_STEP + 2)]
         return next(each for each in shares if each.num_drafts == [0])
 
     costs = StepCosts()
     assert not trial(costs).runs_drafter
-    assert trial(costs, num_reading=1).runs_drafter, "such steps are not timed, and an unread prompt gets no drafts"
+    assert trial(costs, num_reading=1).runs_drafter, "such steps are not timed, and a missed prompt gets no drafts"
     assert trial(costs, is_reading=True).runs_drafter, "the same"
-    assert trial(costs, num_unread_tokens=MAX_UNREAD_TOKENS - 1).runs_drafter, "it would get no drafts after the trial"
+    assert trial(costs, num_missed_tokens=MAX_MISSED_TOKENS - 1).runs_drafter, "it would get no drafts after the trial"
     costs.observe(StepShape(1, 1, 1), 0.01, 0.001)
     for _ in range(KNOWN_AFTER):
         assert not trial(costs).runs_drafter, "one of the first measurements may have been disturbed"
@@ -340,7 +340,7 @@ def test_drafts_by_place_are_priced_in_the_step_of_all_requests() -> None:
     for _ in range(40):
         budget.record_tree(RequestAcceptance(drafter="n-gram"), 3, [1], scores=[])
         budget.record_tree(RequestAcceptance(drafter="head"), 3, [], scores=[0.3, 0.2, 0.1])
-    two = [Drafting(3, RequestAcceptance(drafter="n-gram"), teaches=False)] * 2
+    two = [Drafting(3, RequestAcceptance(drafter="n-gram"), is_recorded=False)] * 2
     others = [Drafting(0, RequestAcceptance(drafter="head"))] * 30
     assert min(budget.shares(two).num_drafts) > 0
     assert budget.shares(two + others).num_drafts[:2] == [0, 0]
@@ -362,16 +362,18 @@ def test_trees_whose_scores_are_all_1_are_those_of_a_drafter_without_scores() ->
     for _ in range(40):
         budget.record_tree(request, 3, [1, 2, 3], scores=[1.0, 1.0, 1.0])
     assert request.repeats
-    unread = RequestAcceptance(drafter="n-gram", num_unread_tokens=99)
-    assert budget.shares([Drafting(MOST, unread)]).num_drafts[0] > 0, "n-grams have nothing to read"
+    behind = RequestAcceptance(drafter="n-gram", num_missed_tokens=99)
+    assert budget.shares([Drafting(MOST, behind)]).num_drafts[0] > 0, "n-grams have nothing to read"
 
 
-def test_requests_whose_trees_teach_nothing_do_not_draft_whole_trees_for_ever() -> None:
+def test_requests_whose_trees_are_not_recorded_do_not_draft_whole_trees_for_ever() -> None:
     """A server whose requests all have a grammar assumes the usual acceptance."""
     budget, machine = AutoBudget(None), MACHINES["slow drafter"]
     counts = []
     for _ in range(200):
-        num_drafts = budget.shares([Drafting(MOST, RequestAcceptance(), teaches=False) for _ in range(16)]).num_drafts
+        num_drafts = budget.shares(
+            [Drafting(MOST, RequestAcceptance(), is_recorded=False) for _ in range(16)]
+        ).num_drafts
         shape = StepShape(16, sum(num_drafts), max(num_drafts))
         budget.record_step(shape, *machine.seconds(shape))
         counts.append(sum(num_drafts))
@@ -419,7 +421,7 @@ def test_requests_that_accept_drafts_get_them_again_after_those_that_accept_none
                 request = RequestAcceptance()
             [count], feeds, _ = budget.shares([Drafting(len(scores), request, is_reading=step % 50 == 0)])
             if not feeds:
-                request.num_unread_tokens += 20 if step % 50 == 0 else 1
+                request.num_missed_tokens += 20 if step % 50 == 0 else 1
             accepted = next((node for node in range(count) if random.random() >= rate), count)
             budget.record_tree(request, count, range(1, accepted + 1), scores[:count])
             shape = StepShape(1, count, count)

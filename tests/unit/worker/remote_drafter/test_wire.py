@@ -30,10 +30,10 @@ USE = DrafterUse("head", 0.1, 0.2, 3, 4, 5, 0)
 
 def test_the_next_order_after_missed_steps_names_their_kv_slots_once() -> None:
     encoder, context = DeltaEncoder(), make_context([Tokens(0, [5, 6, 7])])
-    encoder.skip(replace(context, unread_kv_slots={9}))
-    order = unpack_order(pack(encoder.order(1, 0, replace(context, unread_kv_slots={12}))))
-    assert sorted(order.unread_kv_slots) == [1, 2, 9, 12]  # a block has one token here, and the last one has no KV yet
-    assert unpack_order(pack(encoder.order(2, 0, context))).unread_kv_slots == []
+    encoder.skip(replace(context, missed_kv_slots={9}))
+    order = unpack_order(pack(encoder.order(1, 0, replace(context, missed_kv_slots={12}))))
+    assert sorted(order.missed_kv_slots) == [1, 2, 9, 12]  # a block has one token here, and the last one has no KV yet
+    assert unpack_order(pack(encoder.order(2, 0, context))).missed_kv_slots == []
 
 
 def test_scores_cross_the_socket() -> None:
