@@ -23,7 +23,7 @@ from specray.models.transformers_head import FinishedHead, Operations
 from specray.models.transformers_layers import computes_rows_alike
 from specray.models.transformers_parallel import split_skeleton
 from specray.models.transformers_skeleton import (
-    UNREAD_MASK_SHAPE,
+    UNUSED_MASK_SHAPE,
     AttentionCall,
     AttentionFunction,
     attention_calls,
@@ -117,7 +117,7 @@ class TransformersModel(nn.Module):
 
     def _decode(self, token_ids: Tensor, positions: Tensor, attention: AttentionFunction) -> Tensor:
         """The final hidden states [T, hidden] of int64 [T]."""
-        mask = torch.empty(UNREAD_MASK_SHAPE, device=token_ids.device)
+        mask = torch.empty(UNUSED_MASK_SHAPE, device=token_ids.device)
         with computing(attention, _mix):
             out = self._body(
                 input_ids=token_ids[None], position_ids=positions[None], attention_mask=mask, use_cache=False

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from specray.ops.cpu.library import Kernels
 from specray.ops.cpu.steps import TableKernels, TreeKernels
-from specray.ops.cpu.tree_walk import follow, walk
+from specray.ops.cpu.tree_walk import walk, walk_chosen
 from specray.ops.step_tensors import RequestArena
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.torch_step_ops import TableOps, TorchStepOps, TreeOps
@@ -31,4 +31,6 @@ class KernelStepOps(TorchStepOps):
         return VerifyOutput(walk(self._kernels, inputs.logits, *parts))
 
     def verify_chosen(self, tokens: Tensor, tree: DraftTree) -> VerifyOutput:
-        return VerifyOutput(follow(self._kernels, tokens, tree.tokens, tree.parents, tree.num_nodes, tree.max_depth))
+        return VerifyOutput(
+            walk_chosen(self._kernels, tokens, tree.tokens, tree.parents, tree.num_nodes, tree.max_depth)
+        )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from specray.ops.gpu import steps
-from specray.ops.gpu.sampling import Rows, choose, follow, keys_of_nodes
+from specray.ops.gpu.sampling import Rows, choose, keys_of_nodes, walk_chosen
 from specray.ops.sampling_state import SamplingBatch
 from specray.ops.shard_sampling import Choices
 from specray.ops.step_tensors import RequestArena
@@ -67,7 +67,7 @@ class TritonStepOps(TorchStepOps):
         return self.accept(tree, choices._replace(tokens=chosen.flatten()))
 
     def accept(self, tree: DraftTree, choices: Choices) -> VerifyOutput:
-        return VerifyOutput(follow(choices, tree.tokens, tree.parents, tree.num_nodes, tree.max_depth))
+        return VerifyOutput(walk_chosen(choices, tree.tokens, tree.parents, tree.num_nodes, tree.max_depth))
 
 
 class TritonTable(TorchTable):
