@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import NamedTuple
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -556,6 +556,7 @@ def test_deterministic_is_refused_where_it_would_not_hold(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("are_there", [True, False])
 def test_an_engine_without_the_cpu_kernels_says_so(toy: Path, are_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(startup, "kernels", lambda: Mock() if are_there else None)
+    ops = SimpleNamespace(name="cpu" if are_there else "torch", use_threads=lambda _: None)
+    monkeypatch.setattr(startup, "ops_on", lambda _: ops)
     with make_llm(toy) as llm:
         assert llm.engine.stats.snapshot()["specray_cpu_kernels_absent"] == (not are_there)
