@@ -21,6 +21,7 @@ from specray.server.routing.router_pool import RouterPool
 from specray.server.service import Service
 from specray.server.tokenization import Tokenization
 from specray.worker.local import LocalExecutor
+from tests.support.routers import start_router
 
 START_TIMEOUT_S = 120.0  # loading a model
 
@@ -53,9 +54,8 @@ async def local_server(config: AppConfig) -> AsyncIterator[LocalServer]:
     def start_engine(_: AppConfig) -> tuple[Any, Engine]:
         return ranks, Engine(config.engine, ranks, tokenizer.backend_tokenizer)
 
-    router = object.__new__(Router)
     with mock.patch.object(cluster.engine.router, "_start_engine", start_engine):
-        await Router.__init__(router, config, exit_process=exits.append)  # type: ignore[misc]
+        router = await start_router(config, exits.append)
     router_pool = RouterPool(_Directory(router), config)
     service = Service(config, router_pool, lambda length: Tokenization(tokenizer, length))
     router_pool.start()

@@ -34,6 +34,7 @@ from specray.server.service import Service
 from specray.server.tokenization import Tokenization
 from specray.step import NewRequest, RequestResult, StepPlan, StepResult, StepTimes
 from specray.worker.remote_drafter.handshake import DrafterHandshake
+from tests.support.routers import start_router
 
 TEXT = "The quick brown fox, é 🎉 and so on. "  # the output of scripted ranks, repeated
 TEMPLATE = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}"
@@ -344,9 +345,8 @@ def make_serve(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPat
                 "_start_engine",
                 lambda _: (ranks, Engine(config.engine, ranks, tokenizer.backend_tokenizer)),
             )
-            router = object.__new__(Router)
             exit_statuses: list[int] = []
-            await Router.__init__(router, config, exit_process=exit_statuses.append)  # type: ignore[misc]
+            router = await start_router(config, exit_statuses.append)
             return Replica(replica_id, ranks, router, exit_statuses)
 
         server = Server(start)
@@ -358,14 +358,16 @@ def make_serve(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPat
         if connect:
             server.router_pool.start()
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=20.0) as http:
-            server.http = http
-            if connect:
-                await server.until(lambda: server.num_connected == num_replicas)
-            yield server
-        await server.router_pool.close()
-        for replica in server.replicas:
-            replica.thaw()
-            await replica.end()
+        try:
+            async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=20.0) as http:
+                server.http = http
+                if connect:
+                    await server.until(lambda: server.num_connected == num_replicas)
+                yield server
+        finally:  # also if the test has failed: the engines' threads would go on and deliver to a closed loop
+            await server.router_pool.close()
+            for replica in server.replicas:
+                replica.thaw()
+                await replica.end()
 
     return run

@@ -83,7 +83,7 @@ def test_a_router_that_stops_ends_its_ranks_and_reports_no_failure(serve: Serve)
     async def scenario() -> None:
         async with serve() as server:
             assert (await server.http.post("/v1/completions", json=BODY)).status_code == 200
-            await server.router.__del__()
+            await cluster.engine.router.Router.__del__(server.router)
             assert server.ranks.is_stopped
             assert not server.router._engine._thread.is_alive()
             server.router._deliver([], server.router._engine.error)
