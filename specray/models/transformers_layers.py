@@ -3,7 +3,7 @@
 They compute each row of a batch alike, whatever the other rows are, where `specray.ops.linear` has such kernels.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from copy import copy
 from typing import Any
 
@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from specray.layers.module import Layer
 from specray.layers.norm import RMSNorm
 from specray.layers.parallel import RankGroup
+from specray.models.transformers_skeleton import AttentionCall, attention_of_pass, computing, unavailable_experts
 from specray.ops.device_ops import ops_on
 from specray.ops.grouped_weight import Weight
-from specray.ops.linear import is_row_wise, make_gated, make_linear
+from specray.ops.linear import concat, is_row_wise, make_gated, make_linear
 from specray.ops.torch_matrix import Linear
 
 
@@ -102,6 +103,85 @@ def as_rms_norm(module: nn.Module) -> RMSNorm | None:
         if torch.allclose(result, F.rms_norm(x, size, tried + shift, eps), rtol=1e-5, atol=1e-5):
             return RMSNorm(weight.data.float().add(shift).to(weight.dtype) if shift else weight.data, eps)
     return None
+
+
+class FlatAttention(nn.Module):
+    """Self-attention of rotated queries and keys, in place of a module that `computes_rotary_attention`.
+
+    One product gives queries, keys and values. `call` is what the module asked of attention.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[dict[str, Any]],
+        out: nn.Module,
+        call: AttentionCall,
+        quantization: str | None,
+        dtype: torch.dtype,
+    ) -> None:
+        """`parts` are the weights and biases of queries, keys and values."""
+        super().__init__()
+        biases = [part["bias"] for part in parts if "bias" in part]  # of all or of none
+        bias = torch.cat(biases) if biases else None
+        self.qkv_proj = FlatLinear(concat(*(part["weight"] for part in parts)), bias, quantization, dtype)
+        self.o_proj = out
+        self._call = call
+
+    def forward(
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: Any
+    ) -> tuple[Tensor, None]:
+        """[1, T, hidden] of the same; cos and sin are [1, T, dim]."""
+        call = self._call
+        heads = self.qkv_proj(hidden_states).view(*hidden_states.shape[:2], -1, call.qk_dim)
+        rotated, values = heads.split_with_sizes((call.num_heads + call.num_kv_heads, call.num_kv_heads), 2)
+        cos, sin = (part[:, :, None] for part in position_embeddings)
+        first, second = rotated.chunk(2, -1)
+        rotated = rotated * cos + torch.cat((-second, first), -1) * sin
+        queries, keys = rotated.split_with_sizes((call.num_heads, call.num_kv_heads), 2)
+        q, k, v = (part.transpose(1, 2) for part in (queries, keys, values))
+        seen = attention_of_pass()(q, k, v, call)
+        return self.o_proj(seen.flatten(2)), None
+
+
+def computes_rotary_attention(module: nn.Module, call: AttentionCall) -> bool:
+    """Whether a module is FlatAttention of its four linears. It is tried with other functions in their place."""
+    names = ("q_proj", "k_proj", "v_proj", "o_proj")
+    own = dict(module.named_children())
+    if own.keys() != set(names) or any(type(part) is not nn.Linear for part in own.values()):
+        return False
+    biases = {own[name].bias is None for name in names[:3]}
+    if any(True for _ in module.named_parameters(recurse=False)) or call.sinks is not None or len(biases) > 1:
+        return False
+    if call.qk_dim != call.v_dim:
+        return False
+    trial, dim = copy(module), call.qk_dim
+    factors = dict(zip(names, (2.0, 3.0, 5.0, 7.0), strict=True))
+    trial._modules = {name: _Times(factor) for name, factor in factors.items()}
+    x, angles = (
+        torch.linspace(-4.0, 4.0, 6 * dim).view(1, 3, 2 * dim),
+        torch.linspace(0.1, 2.0, 3 * dim).view(1, 3, dim),
+    )
+    cos, sin = angles.cos(), angles.sin()
+
+    def rotated(rows: Tensor) -> Tensor:
+        first, second = rows.chunk(2, -1)
+        return rows * cos[:, None] + torch.cat((-second, first), -1) * sin[:, None]
+
+    heads = x.view(1, 3, 2, dim).transpose(1, 2)
+    expected = rotated(heads * 2.0), rotated(heads * 3.0), heads * 5.0
+    found: list[Tensor] = []
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:  # noqa: ARG001
+        found.extend((q, k, v))
+        return v.transpose(1, 2).contiguous()
+
+    try:
+        with torch.no_grad(), computing(attention, unavailable_experts):
+            result = trial(hidden_states=x, position_embeddings=(cos, sin), attention_mask=None)
+    except (RuntimeError, TypeError, AttributeError, ValueError):  # it takes or does something else
+        return False
+    is_same = len(found) == 3 and all(map(torch.equal, found, expected))
+    return is_same and isinstance(result, tuple) and len(result) == 2 and torch.equal(result[0], x * 5.0 * 7.0)
 
 
 class _Times(nn.Module):

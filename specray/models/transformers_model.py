@@ -58,7 +58,7 @@ class TransformersModel(nn.Module):
         calls = attention_calls(model)
         body = decoder_of(model)
         layers = _decoder_layers(body, len(calls))
-        stored = load_weights(model, loader, split)
+        stored = load_weights(model, loader, split, calls)
         embedding = model.get_input_embeddings().weight.data
         self.shape = replace(_shape(model.config, calls), tied=stored.output is None)
         self.max_positions = max_positions

@@ -69,6 +69,16 @@ def computing(attention: AttentionFunction, experts: Experts) -> Iterator[None]:
         _experts.reset(tokens[1])
 
 
+def attention_of_pass() -> AttentionFunction:
+    """What `computing` has set."""
+    return _attention.get()
+
+
+def unavailable_experts(*_: object) -> Tensor:
+    """Experts of a pass that has none."""
+    raise AssertionError("a pass without experts")
+
+
 def _attend(
     module: nn.Module,  # noqa: ARG001
     query: Tensor,

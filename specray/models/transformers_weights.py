@@ -5,7 +5,7 @@ stored one by one. As soon as a module has its weights, it is packed: no more th
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -21,14 +21,17 @@ from specray.errors import ConfigError, first_of
 from specray.layers.parallel import RankGroup
 from specray.models.loading import Loader
 from specray.models.transformers_layers import (
+    FlatAttention,
     FlatGatedUnits,
     FlatLinear,
     PackedExperts,
     as_rms_norm,
     computes_gated_units,
+    computes_rotary_attention,
     is_experts,
 )
 from specray.models.transformers_parallel import Part, Split
+from specray.models.transformers_skeleton import AttentionCall
 
 # How checkpoints of image and audio models name the parts of their language model.
 _LANGUAGE_MODEL = re.compile(r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?")
@@ -43,10 +46,10 @@ class StoredNames:
     output_bias: str | None
 
 
-def load_weights(model: Any, loader: Loader, split: Split) -> StoredNames:
+def load_weights(model: Any, loader: Loader, split: Split, calls: Sequence[AttentionCall]) -> StoredNames:
     """Fill the skeleton `model`, and replace its linears and experts; not its output matrix, which is left empty.
 
-    `split` says of which this rank has a part.
+    `split` says of which this rank has a part, `calls` how its layers attend.
 
     ConfigError if the checkpoint lacks a tensor.
     """
@@ -54,7 +57,7 @@ def load_weights(model: Any, loader: Loader, split: Split) -> StoredNames:
     embedding = _name_of(model, model.get_input_embeddings())
     output = _name_of(model, model.get_output_embeddings())
     stored: dict[str, str] = {}
-    filling = _Filling(model, loader, output, split)
+    filling = _Filling(model, loader, output, split, calls)
     for name, value in _converted(model, loader, set(model.state_dict())):
         if isinstance(value, str):
             stored[name] = value
@@ -134,7 +137,7 @@ def _renamed(
 class _Filling:
     """Puts tensors into a model, and packs each module that is complete."""
 
-    def __init__(self, model: Any, loader: Loader, output: str, split: Split) -> None:
+    def __init__(self, model: Any, loader: Loader, output: str, split: Split, calls: Sequence[AttentionCall]) -> None:
         """Everything but the module named `output`."""
         self._split = split
         self._model = model
@@ -142,6 +145,7 @@ class _Filling:
         self._missing = {name for name, _ in _own_tensors(model) if name.rpartition(".")[0] != output}
         self._float32 = _kept_in_float32(model, loader.dtype)
         self._gated = {path for path, module in model.named_modules() if computes_gated_units(module)}
+        self._attention = _rotary_attention(model, calls)
         self._packed: dict[str, dict[str, Any]] = {}  # the weight and bias of each linear, until both are there
 
     def set(self, name: str, value: str | Tensor) -> None:
@@ -180,6 +184,8 @@ class _Filling:
                 gate, up, down = (self._packed.pop(linear)["weight"] for linear in linears)
                 group = self._summing_group(linears[2])
                 _replace(self._model, parent, FlatGatedUnits(gate, up, down, *options, group))
+        elif parent in self._attention and path.endswith(("q_proj", "k_proj", "v_proj", "o_proj")):
+            self._pack_attention(parent, options)
         elif path in self._packed:
             parts = self._packed.pop(path)
             linear = FlatLinear(parts["weight"], parts.get("bias"), *options, self._summing_group(path))
@@ -189,6 +195,17 @@ class _Filling:
         elif is_experts(module):
             group = self._loader.group if path in self._split.experts else RankGroup()
             module.packed_experts = PackedExperts(module, self._loader.quantization, group)  # type: ignore[assignment]
+
+    def _pack_attention(self, path: str, options: tuple[str | None, torch.dtype]) -> None:
+        """Replace an attention module once all its linears are there."""
+        linears = [f"{path}.{name}_proj" for name in "qkvo"]
+        if any(linear not in self._packed for linear in linears) or any(
+            f"{linear}.bias" in self._missing for linear in linears
+        ):
+            return
+        *inputs, out = (self._packed.pop(linear) for linear in linears)
+        output = FlatLinear(out["weight"], out.get("bias"), *options, self._summing_group(linears[3]))
+        _replace(self._model, path, FlatAttention(inputs, output, self._attention[path], *options))
 
     def _summing_group(self, path: str) -> RankGroup | None:
         """The ranks whose results of a linear are added."""
@@ -235,6 +252,16 @@ class _Filling:
         if rows != slice(None):
             value = value.narrow(dim, rows.start, rows.stop - rows.start)
         return value.to(self._loader.device, dtype)
+
+
+def _rotary_attention(model: Any, calls: Sequence[AttentionCall]) -> dict[str, AttentionCall]:
+    """The modules that FlatAttention can replace, by their paths."""
+    modules = {
+        path: (module, calls[module.layer_idx])
+        for path, module in model.named_modules()
+        if isinstance(getattr(module, "layer_idx", None), int) and module.layer_idx < len(calls)
+    }
+    return {path: call for path, (module, call) in modules.items() if computes_rotary_attention(module, call)}
 
 
 def _own_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:

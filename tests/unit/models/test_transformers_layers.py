@@ -13,9 +13,12 @@ from specray.models.transformers_layers import (
     FlatLinear,
     as_rms_norm,
     computes_gated_units,
+    computes_rotary_attention,
     computes_rows_alike,
 )
+from specray.models.transformers_skeleton import AttentionCall, attention_calls, build_skeleton
 from specray.ops.cpu.library import kernels
+from tests.support.decoders import decoder_config
 
 needs_kernels = pytest.mark.skipif(kernels() is None, reason="the CPU kernels are not compiled")
 
@@ -75,3 +78,19 @@ def test_rows_are_alike_only_if_every_operation_computes_them_so() -> None:
     assert computes_rows_alike(body, {"add", "mul", "mean"})
     assert not computes_rows_alike(body, {"add", "mm"})
     assert not computes_rows_alike(body, {"sigmoid"})
+
+
+def test_rotary_attention_is_found_by_what_a_module_computes() -> None:
+    calls = {name: calls_of(name) for name in ("llama", "qwen3", "smollm3", "gpt_oss")}
+    found = {name: [computes_rotary_attention(*each) for each in pairs] for name, pairs in calls.items()}
+    assert found == {
+        "llama": [True, True],
+        "qwen3": [False, False],  # norms of queries and keys
+        "smollm3": [True, False, True, False],  # every second layer without rotary positions
+        "gpt_oss": [False, False, False],  # sinks
+    }
+
+
+def calls_of(name: str) -> list[tuple[nn.Module, AttentionCall]]:
+    skeleton = build_skeleton(decoder_config(name), torch.float32)
+    return list(zip((layer.self_attn for layer in skeleton.model.layers), attention_calls(skeleton), strict=True))
