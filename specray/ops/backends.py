@@ -17,7 +17,7 @@ from specray.ops.layer_attention import LayerAttention
 
 if TYPE_CHECKING:  # triton is installed on machines with GPUs only
     from specray.ops.gpu.attention import TritonAttention
-    from specray.ops.gpu.routed_attention import Route
+    from specray.ops.gpu.routed_attention import LayerRoute
 
 _HALF_TYPES = (torch.bfloat16, torch.float16)
 
@@ -65,12 +65,12 @@ def _flashinfer(
     library = _library("flashinfer", "flashinfer", "flashinfer-python", pool)
     from specray.ops.gpu.attention import TritonAttention
     from specray.ops.gpu.flashinfer_attention import FEW_QUERIES, HEAD_DIMS, FlashInferReader
-    from specray.ops.gpu.routed_attention import Read, Route, RoutedAttention
+    from specray.ops.gpu.routed_attention import LayerRoute, Read, RoutedAttention
 
     triton = TritonAttention(pool, num_heads, layers)
-    with_triton, routes = _only_triton(triton), dict[tuple[float | None, ...], Route]()
+    with_triton, routes = _only_triton(triton), dict[tuple[float | None, ...], LayerRoute]()
 
-    def route(layer: LayerAttention) -> Route:
+    def route(layer: LayerAttention) -> LayerRoute:
         if layer.head_dim not in HEAD_DIMS:
             sizes = ", ".join(map(str, HEAD_DIMS))
             raise _unfit("flashinfer", f"has kernels for heads of {sizes}, and the model's are {layer.head_dim}")
@@ -82,7 +82,7 @@ def _flashinfer(
 
         masks_trees = tree_mode != "decode" and layer.window is None
         trees = masked.plan if masks_trees else with_triton.trees
-        return Route(plan_causal, trees, takes_chains=tree_mode == "prefill")
+        return LayerRoute(plan_causal, trees, takes_chains=tree_mode == "prefill")
 
     for layer in triton.layers:
         if layer.kind not in routes and layer.sinks is None:
@@ -98,7 +98,7 @@ def _flash_attention(
     library = _library("fa", "vllm.vllm_flash_attn", "vllm", pool)
     from specray.ops.gpu.attention import TritonAttention
     from specray.ops.gpu.flash_attention import LARGEST_HEAD_DIM, PAGE_MULTIPLE, FlashAttentionReader
-    from specray.ops.gpu.routed_attention import Route, RoutedAttention
+    from specray.ops.gpu.routed_attention import LayerRoute, RoutedAttention
 
     triton = TritonAttention(pool, num_heads, layers)
     if page_size is None:
@@ -110,17 +110,17 @@ def _flash_attention(
             raise _unfit("fa", f"has kernels for heads of up to {LARGEST_HEAD_DIM}, and the model's are {dim}")
     with_triton = _only_triton(triton)
     causal = FlashAttentionReader(library, page_size, triton.layers, triton.pools).plan
-    route = Route(causal, with_triton.trees, takes_chains=tree_mode == "prefill")
+    route = LayerRoute(causal, with_triton.trees, takes_chains=tree_mode == "prefill")
     return RoutedAttention(triton, [route if layer.sinks is None else with_triton for layer in triton.layers])
 
 
-def _only_triton(triton: "TritonAttention") -> "Route":
-    from specray.ops.gpu.routed_attention import Read, Route
+def _only_triton(triton: "TritonAttention") -> "LayerRoute":
+    from specray.ops.gpu.routed_attention import LayerRoute, Read
 
     def plan(batch: AttentionBatch) -> Read:
         return triton.plan(batch).read
 
-    return Route(plan, plan)
+    return LayerRoute(plan, plan)
 
 
 def _library(name: str, module: str, package: str, pool: Tensor) -> Any:

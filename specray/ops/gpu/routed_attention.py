@@ -21,7 +21,7 @@ Read = Callable[[int, Tensor], Tensor]
 PlanRead = Callable[[AttentionBatch], Read]
 
 
-class Route(NamedTuple):
+class LayerRoute(NamedTuple):
     """What computes a layer. `takes_chains`: trees that are chains are causal requests."""
 
     causal: PlanRead
@@ -40,7 +40,7 @@ class RoutedAttention:
     def __init__(
         self,
         triton: TritonAttention,
-        routes: Sequence[Route],
+        routes: Sequence[LayerRoute],
     ) -> None:
         self.layers, self.pools = triton.layers, triton.pools
         self._triton = triton
@@ -75,7 +75,7 @@ class RoutedAttend:
         return self._reads[layer](layer, qkv[:, : self._backend.layers[layer].num_heads])
 
 
-def _planned(route: Route, batch: AttentionBatch) -> Read:
+def _planned(route: LayerRoute, batch: AttentionBatch) -> Read:
     if route.causal is route.trees:
         return route.causal(batch)
     is_causal = batch.are_chains and route.takes_chains

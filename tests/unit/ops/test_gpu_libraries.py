@@ -30,7 +30,7 @@ pytest.importorskip("triton")
 from specray.ops.gpu.attention import TritonAttention
 from specray.ops.gpu.flash_attention import FlashAttentionReader
 from specray.ops.gpu.flashinfer_attention import FlashInferReader
-from specray.ops.gpu.routed_attention import Route, RoutedAttention
+from specray.ops.gpu.routed_attention import LayerRoute, RoutedAttention
 
 KV_HEADS, FOLD, DIM = 2, 3, 8
 PAGE = 16
@@ -67,7 +67,7 @@ def flashinfer(pool: Tensor, layers: Sequence[LayerAttention]) -> RoutedAttentio
     """Without Triton's kernels."""
     triton = TritonAttention(pool, KV_HEADS * FOLD, layers)
     readers = [FlashInferReader(LIBRARY, triton.layers[1], triton.pools, masks) for masks in (False, True)]
-    return RoutedAttention(triton, [Route(readers[0].plan, readers[1].plan)] * 2)
+    return RoutedAttention(triton, [LayerRoute(readers[0].plan, readers[1].plan)] * 2)
 
 
 def flash_attention(pool: Tensor, layers: Sequence[LayerAttention]) -> RoutedAttention:
@@ -76,7 +76,7 @@ def flash_attention(pool: Tensor, layers: Sequence[LayerAttention]) -> RoutedAtt
 
     triton = TritonAttention(pool, KV_HEADS * FOLD, layers)
     causal = FlashAttentionReader(LIBRARY, PAGE, triton.layers, triton.pools).plan
-    return RoutedAttention(triton, [Route(causal, no_trees)] * 2)
+    return RoutedAttention(triton, [LayerRoute(causal, no_trees)] * 2)
 
 
 @given(shapes, st.booleans())
@@ -374,7 +374,7 @@ def test_the_arrays_are_made_on_the_gpu_without_reading_it() -> None:
         q = torch.zeros(sum(rows.query_lens), KV_HEADS * FOLD, DIM, device=gpu)
         kv = torch.zeros(len(q), 2, KV_HEADS, DIM, device=gpu)
         triton: Any = SimpleNamespace(layers=[DEFAULT] * 2, pools=pool.unbind())
-        out = RoutedAttention(triton, [Route(plan, plan_trees)] * 2).plan(batch)(0, q, kv)
+        out = RoutedAttention(triton, [LayerRoute(plan, plan_trees)] * 2).plan(batch)(0, q, kv)
         arrays = [pages.slots, *mask, *table, out, *(part.kv_slots for part in seen)]
         assert {array.device for array in arrays} == {gpu}
         assert {array.device.type for array in (pages.query_starts, pages.kv_starts, pages.last_page_lens)} == {"cpu"}
