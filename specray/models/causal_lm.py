@@ -118,10 +118,12 @@ class CausalLM(nn.Module):
     ) -> tuple[Tensor, list[Tensor]]:
         """Run all layers in one call of the CPU kernels. The final hidden states are float32."""
         hidden, dtype, final_layer = embedded.float(), self.embedding.weight.dtype, len(self.layers)
-        taps = _tapped(aux_hidden_state_layers, final_layer)
-        copies = layers(hidden, positions, attend, taps, dtype=dtype)
+        captured = _captured(aux_hidden_state_layers, final_layer)
+        copies = layers(hidden, positions, attend, captured, dtype=dtype)
         final = self.norm(hidden)
-        return final, _in_order(aux_hidden_state_layers, taps, copies, {BEFORE_FINAL_NORM: hidden, final_layer: final})
+        return final, _in_order(
+            aux_hidden_state_layers, captured, copies, {BEFORE_FINAL_NORM: hidden, final_layer: final}
+        )
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """float32 [n, vocab] from final hidden states [n, hidden]."""
@@ -150,12 +152,14 @@ class CausalLM(nn.Module):
         return self.with_logits
 
 
-def _in_order(wanted: Sequence[int], taps: Sequence[int], copies: Tensor, others: dict[int, Tensor]) -> list[Tensor]:
-    """The streams of the layers `wanted`: `copies` [T, len(taps) * H] are those of `taps`, whose type all get."""
-    states = others | {index: copies.chunk(len(taps), 1)[place] for place, index in enumerate(taps)}
+def _in_order(
+    wanted: Sequence[int], captured: Sequence[int], copies: Tensor, others: dict[int, Tensor]
+) -> list[Tensor]:
+    """The streams of the layers `wanted`. `copies` [T, len(captured) * H] are of `captured`; all get their type."""
+    states = others | {index: copies.chunk(len(captured), 1)[place] for place, index in enumerate(captured)}
     return [states[index].to(copies.dtype) for index in wanted]
 
 
-def _tapped(aux_hidden_state_layers: Sequence[int], num_layers: int) -> list[int]:
+def _captured(aux_hidden_state_layers: Sequence[int], num_layers: int) -> list[int]:
     """The layers whose input is wanted, ascending."""
     return sorted({index for index in aux_hidden_state_layers if 0 <= index < num_layers})

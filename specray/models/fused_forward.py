@@ -55,9 +55,9 @@ class FusedForward:
         `read_lens`: of how many of each request's last rows anything but aux hidden states is read, None of all.
         """
         assert isinstance(attend, PagedAttend)
-        taps = self._taps(aux_hidden_state_layers)
+        captured = self._captured(aux_hidden_state_layers)
         # Aux hidden states from after the last layer are those of all rows.
-        if max(taps, default=0) >= len(self._layers.structs):
+        if max(captured, default=0) >= len(self._layers.structs):
             read_lens = None
         started = self._layers.start_forward(
             self._around,
@@ -65,7 +65,7 @@ class FusedForward:
             positions,
             attend,
             places,
-            taps,
+            captured,
             self._dtype,
             only_largest,
             verification,
@@ -83,20 +83,20 @@ class FusedForward:
         """Wait for a pass and those before it, and help with them."""
         self._layers.join(number)
 
-    def _taps(self, aux_hidden_state_layers: Sequence[int]) -> list[int]:
+    def _captured(self, aux_hidden_state_layers: Sequence[int]) -> list[int]:
         """Which copies the kernels make for these aux hidden states, each of them once."""
         return list(dict.fromkeys(map(self._tap, aux_hidden_state_layers)))
 
     def _states(self, copies: Tensor, aux_hidden_state_layers: Sequence[int]) -> list[Tensor]:
         """These aux hidden states, from the copies side by side: one tensor, unless a layer is named twice."""
-        taps = self._taps(aux_hidden_state_layers)
-        if len(taps) == len(aux_hidden_state_layers):
-            return [copies] if taps else []
-        parts = dict(zip(taps, copies.chunk(len(taps), 1), strict=True))
+        captured = self._captured(aux_hidden_state_layers)
+        if len(captured) == len(aux_hidden_state_layers):
+            return [copies] if captured else []
+        parts = dict(zip(captured, copies.chunk(len(captured), 1), strict=True))
         return [parts[self._tap(layer)] for layer in aux_hidden_state_layers]
 
     def _tap(self, aux_hidden_state_layer: int) -> int:
-        """Aux hidden states are counted as by TargetModel, copies as by the kernels (Taps in layers.h)."""
+        """Aux hidden states are counted as by TargetModel, copies as by the kernels (Capture in layers.h)."""
         num_layers = len(self._layers.structs)
         after = {BEFORE_FINAL_NORM: num_layers, num_layers: num_layers + 1}
         return after.get(aux_hidden_state_layer, aux_hidden_state_layer)

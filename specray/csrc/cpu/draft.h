@@ -35,7 +35,7 @@ class Extension {
       if (is_projected_) to_project_.set(r, x);
     });
     if (is_projected_) multiply_into(streams_.data(), size_, network_.project, to_project_, count, member);
-    stack_.run(step_, is_projected_ ? streams_.data() : x_.data(), streams_.data(), Taps{}, member);
+    stack_.run(step_, is_projected_ ? streams_.data() : x_.data(), streams_.data(), Capture{}, member);
   }
 
   // What leaves the last layer at a row that is read, [hidden].

@@ -143,10 +143,10 @@ void specray_attention(
 // Runs layers on the residual stream `hidden` [T, hidden]; see Stack::run.
 void specray_layers(
     const Layer* layers, int32_t num_layers, const Sizes* sizes, const Step* step, const float* first_input,
-    float* hidden, const Taps* taps, int32_t num_threads) {
+    float* hidden, const Capture* capture, int32_t num_threads) {
   Stack stack(layers, num_layers, *sizes, int(step->count));
   run_on_team(num_threads, Stack::num_phases(num_layers), [&](Member& member) {
-    stack.run(*step, first_input, hidden, *taps, member);
+    stack.run(*step, first_input, hidden, *capture, member);
   });
 }
 
@@ -155,9 +155,9 @@ void specray_layers(
 // threads joins it too.
 int64_t specray_start_forward(
     const EmbedAndHead* model, const Layer* layers, int32_t num_layers, const Sizes* sizes, const Step* step,
-    const Pass* pass, const Taps* taps, int32_t num_threads) {
+    const Pass* pass, const Capture* capture, int32_t num_threads) {
   const auto forward =
-      std::make_shared<ForwardPass>(*model, layers, num_layers, *sizes, *step, *pass, *taps, num_threads);
+      std::make_shared<ForwardPass>(*model, layers, num_layers, *sizes, *step, *pass, *capture, num_threads);
   const int num_phases = ForwardPass::num_phases(num_layers);
   return Teams::get().start(num_threads, num_phases, [forward](Member& member) { forward->run(member); });
 }

@@ -55,7 +55,7 @@ struct Step {
 };
 
 // Copies of the residual stream on its way.
-struct Taps {
+struct Capture {
   // [layers + 2], where not null: receives what enters the layer; then what leaves the stack, and its norm, where all rows
   // are read.
   void* const* copies;
@@ -122,7 +122,7 @@ class Stack {
   // Runs the layers on the residual stream `hidden` [T, hidden], in place. `first_input`
   // [T, qkv.ins] is what the first layer reads if it has no input norm. Rows that nobody reads stay as they enter the last
   // layer.
-  void run(const Step& step, const float* first_input, float* hidden, const Taps& taps, Member& member) {
+  void run(const Step& step, const float* first_input, float* hidden, const Capture& capture, Member& member) {
     const int size = sizes_.hidden, most = most_queries(*step.attention);
     std::vector<float> row(size);
     std::vector<int64_t> chosen;  // rows of the last layer, where not all
@@ -138,7 +138,7 @@ class Stack {
       const LayerAttention& attention = step.attention[i];
       member.share(count, [&](int r) {
         float* x = hidden + int64_t(r) * size;
-        taps.copy(i, r, x, size);
+        capture.copy(i, r, x, size);
         if (layer.input_norm) {
           norm(x, layer.input_norm, size, sizes_.eps, row.data());
           inputs.qkv.set(r, row.data());
@@ -182,8 +182,8 @@ class Stack {
       if (i + 1 < num_layers_) will_read(layers_[i + 1].qkv, member);
       multiply(layer.down, inputs.down, count, member, add_to_hidden);
     }
-    if (!taps.copies || !taps.copies[num_layers_]) return;
-    member.share(count, [&](int r) { taps.copy(num_layers_, r, hidden + int64_t(r) * size, size); });
+    if (!capture.copies || !capture.copies[num_layers_]) return;
+    member.share(count, [&](int r) { capture.copy(num_layers_, r, hidden + int64_t(r) * size, size); });
   }
 
  private:
@@ -243,8 +243,8 @@ class ForwardPass {
  public:
   ForwardPass(
       const EmbedAndHead& model, const Layer* layers, int num_layers, const Sizes& sizes, const Step& step,
-      const Pass& pass, const Taps& taps, int num_threads)
-      : model_(model), sizes_(sizes), step_(step), pass_(pass), taps_(taps),
+      const Pass& pass, const Capture& capture, int num_threads)
+      : model_(model), sizes_(sizes), step_(step), pass_(pass), capture_(capture),
         stack_(layers, num_layers, sizes, int(step.count)),
         is_screened_(pass.largest && model.screen.is_for(pass.num_places)),
         to_output_(form_of(model.output.kind), is_screened_ ? 0 : pass.num_places, sizes.hidden),
@@ -263,12 +263,12 @@ class ForwardPass {
       const int64_t id = std::max<int64_t>(pass_.ids[r], 0);
       read_row(model_.embedding, model_.embedding_type, id * size, size, pass_.hidden + int64_t(r) * size);
     });
-    stack_.run(step_, nullptr, pass_.hidden, taps_, member);
+    stack_.run(step_, nullptr, pass_.hidden, capture_, member);
     will_read(is_screened_ ? model_.screen.matrix : model_.output, member);
     member.share(count, [&](int r) {
       float* normed = pass_.final + int64_t(r) * size;
       norm(pass_.hidden + int64_t(r) * size, model_.norm, size, sizes_.eps, normed);
-      taps_.copy(stack_.num_layers() + 1, r, normed, size);
+      capture_.copy(stack_.num_layers() + 1, r, normed, size);
     });
     const auto final_row = [&](int r) { return pass_.final + (pass_.places ? pass_.places[r] : r) * size; };
     const auto keep = [&](int r, int channel, const float* values) { found_.add(member.number(), r, channel, values); };
@@ -295,7 +295,7 @@ class ForwardPass {
   const Sizes sizes_;
   const Step step_;
   const Pass pass_;
-  const Taps taps_;
+  const Capture capture_;
   Stack stack_;
   const bool is_screened_;
   Rows to_output_;

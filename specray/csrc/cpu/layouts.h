@@ -50,7 +50,7 @@ inline std::string layouts() {
   LAYOUT(Layer, input_norm, q_norm, k_norm, ffn_norm, qkv, out, gate_up, down);
   LAYOUT(Sizes, hidden, ffn, num_heads, num_kv_heads, dim, eps);
   LAYOUT(Step, count, positions, written, cos, sin, requests, attention, read_lens);
-  LAYOUT(Taps, copies, type, stride);
+  LAYOUT(Capture, copies, type, stride);
   LAYOUT(Screen, matrix, errors, norms);
   LAYOUT(EmbedAndHead, embedding, embedding_type, num_columns, norm, output, screen);
   LAYOUT(Arena, cells, row_size, kv_column, length_column);

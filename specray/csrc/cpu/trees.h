@@ -387,7 +387,7 @@ class TreeGrowth {
     step.requests.kv_slots = slots_.data();
     step.requests.tree_mask = mask_.data();
     const float* first_input = is_projected ? stream_.data() : first_input_.data();
-    stack_.run(step, first_input, stream_.data(), Taps{}, member);
+    stack_.run(step, first_input, stream_.data(), Capture{}, member);
   }
 
   // Node i of a tree's level: what the layers or the projection read, and the residual stream.

@@ -10,7 +10,7 @@ from torch import Tensor
 from specray.ops.cpu.attention import PagedAttend
 from specray.ops.cpu.packed_layers import EmbedAndHead, PackedLayers
 from specray.ops.cpu.pointer import pointer
-from specray.ops.cpu.structs import FLOAT_TYPES, ArenaStruct, PassStruct, StepStruct, TapsStruct
+from specray.ops.cpu.structs import FLOAT_TYPES, ArenaStruct, CaptureStruct, PassStruct, StepStruct
 from specray.ops.cpu.threads import num_threads
 from specray.ops.cpu.verification import Verification
 
@@ -40,19 +40,19 @@ class FusedLayers(PackedLayers):
         hidden: Tensor,
         positions: Tensor,
         attend: PagedAttend,
-        taps: Sequence[int] = (),
+        captured: Sequence[int] = (),
         first_input: Tensor | None = None,
         first_layer: int = 0,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
         """Run the layers on the residual stream `hidden` float32 [T, hidden], in place.
 
-        Returns copies of the stream as it enters the layers `taps`, side by side, [T, len(taps) * hidden] of type
+        Returns copies of the stream as it enters the layers `captured`, [T, len(captured) * hidden] of type
         `dtype`; len(layers) is what leaves the last one.
         `first_input` float32 [T, in] is the first layer's input if it has no input norm. `first_layer` is that of the
         KV pool.
         """
-        copies, tapped = self._copies(len(hidden), taps, dtype)
+        copies, capture = self._copies(len(hidden), captured, dtype)
         positions = positions.contiguous()
         step = self.step(positions, attend, first_layer)
         self.kernels.layers(
@@ -62,7 +62,7 @@ class FusedLayers(PackedLayers):
             ctypes.byref(step),
             pointer(first_input),
             pointer(hidden),
-            ctypes.byref(tapped),
+            ctypes.byref(capture),
             num_threads(self.num_bytes),
         )
         return copies
@@ -74,7 +74,7 @@ class FusedLayers(PackedLayers):
         positions: Tensor,
         attend: PagedAttend,
         places: Tensor | None,
-        taps: Sequence[int] = (),
+        captured: Sequence[int] = (),
         dtype: torch.dtype = torch.float32,
         only_largest: bool = False,
         verification: Verification | None = None,
@@ -87,13 +87,13 @@ class FusedLayers(PackedLayers):
         right for the last `read_lens` rows of each request, None all.
         """
         count = token_ids.shape[0]
-        copies, tapped = self._copies(count, taps, dtype)
+        copies, capture = self._copies(count, captured, dtype)
         token_ids, positions = token_ids.contiguous(), positions.contiguous()
         places = None if places is None else places.contiguous()
         lens = None if read_lens is None else (ctypes.c_int32 * len(read_lens))(*read_lens)
         step = self.step(positions, attend, 0, lens)
-        kept = (attend, token_ids, positions, places, tapped, lens)
-        return self._start(around, step, token_ids, places, (copies, tapped), only_largest, kept, verification)
+        kept = (attend, token_ids, positions, places, capture, lens)
+        return self._start(around, step, token_ids, places, (copies, capture), only_largest, kept, verification)
 
     def begin_after(self, around: EmbedAndHead, number: int, arena: ArenaStruct, slots: Tensor) -> StartedPass:
         """Start a pass over the tokens that another one chooses, which is not joined yet, for the same requests.
@@ -116,7 +116,7 @@ class FusedLayers(PackedLayers):
         step: StepStruct,
         token_ids: Tensor | None,
         places: Tensor | None,
-        copies: tuple[Tensor, TapsStruct],
+        copies: tuple[Tensor, CaptureStruct],
         only_largest: bool,
         kept: tuple[object, ...],
         verification: Verification | None = None,
@@ -153,16 +153,16 @@ class FusedLayers(PackedLayers):
         self.kernels.join(number)
         self._started.pop(number, None)
 
-    def _copies(self, count: int, taps: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, TapsStruct]:
+    def _copies(self, count: int, captured: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, CaptureStruct]:
         """(copies of the stream to be filled, where they lie)."""
         size = self.sizes.hidden
-        copies = torch.empty(count, len(taps) * size, dtype=dtype)
-        if not taps:
-            return copies, TapsStruct(None, FLOAT_TYPES[dtype], 0)
+        copies = torch.empty(count, len(captured) * size, dtype=dtype)
+        if not captured:
+            return copies, CaptureStruct(None, FLOAT_TYPES[dtype], 0)
         addresses = (ctypes.c_void_p * (len(self.structs) + 2))()
-        for number, index in enumerate(taps):
+        for number, index in enumerate(captured):
             addresses[index] = copies.data_ptr() + number * size * dtype.itemsize
-        return copies, TapsStruct(addresses, FLOAT_TYPES[dtype], len(taps) * size)
+        return copies, CaptureStruct(addresses, FLOAT_TYPES[dtype], len(captured) * size)
 
     def step(
         self,

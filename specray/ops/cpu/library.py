@@ -11,6 +11,7 @@ from typing import Any
 from specray.ops.cpu.build import BuildError, build
 from specray.ops.cpu.structs import (
     ArenaStruct,
+    CaptureStruct,
     CommittedStruct,
     DraftNetworkStruct,
     DraftTreesStruct,
@@ -25,7 +26,6 @@ from specray.ops.cpu.structs import (
     SizesStruct,
     StepRowsStruct,
     StepStruct,
-    TapsStruct,
     check_layouts,
 )
 
@@ -69,8 +69,8 @@ class Kernels:
             c_int32,
         )
         of_layers = (POINTER(LayerStruct), c_int32, POINTER(SizesStruct), POINTER(StepStruct))
-        self.layers = self._function("layers", *of_layers, *[c_void_p] * 2, POINTER(TapsStruct), c_int32)
-        of_pass = (POINTER(EmbedAndHeadStruct), *of_layers, POINTER(PassStruct), POINTER(TapsStruct))
+        self.layers = self._function("layers", *of_layers, *[c_void_p] * 2, POINTER(CaptureStruct), c_int32)
+        of_pass = (POINTER(EmbedAndHeadStruct), *of_layers, POINTER(PassStruct), POINTER(CaptureStruct))
         self.start_forward = self._function("start_forward", *of_pass, c_int32, returns=c_int64)
         self.join = self._function("join", c_int64)
         self.norm = self._function("norm", c_void_p, c_void_p, c_int32, c_int64, c_int32, c_float, c_void_p, c_int32)

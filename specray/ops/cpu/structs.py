@@ -108,8 +108,8 @@ class StepStruct(ctypes.Structure):
     )
 
 
-class TapsStruct(ctypes.Structure):
-    """`Taps` in layers.h."""
+class CaptureStruct(ctypes.Structure):
+    """`Capture` in layers.h."""
 
     _fields_ = (("copies", POINTER(c_void_p)), ("type", c_int32), ("stride", c_int32))
 
