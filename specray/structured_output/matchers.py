@@ -3,6 +3,7 @@
 Rank 0 owns them. It defers a request whose grammar is still compiled from the plan, so the other ranks never wait.
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -23,6 +24,9 @@ from specray.structured_output.compilation import Compilation, GrammarTools
 if TYPE_CHECKING:
     from specray.structured_output.compiler import CompiledGrammar, GrammarMatcher
 
+logger = logging.getLogger(__name__)
+
+COMPILER_FAILED = "the grammar's compiler failed; the server's log has the reason"
 IDLE_WAIT_S = 0.02  # for a grammar, where a step has nothing else to do
 # The CPU time that a request's grammar may take in steps. llguidance's limits count items; their cost grows with the
 # square of their number if a grammar is ambiguous.
@@ -152,6 +156,11 @@ class GrammarTable:
         return None if grammar.error is None else RequestResult(slot, [], 0, None, grammar.error)
 
     def _start(self, slot: int, grammar: SlotGrammar) -> None:
+        error = grammar.compiled.exception()
+        if error is not None and not isinstance(error, InvalidRequestError):  # panics of Rust are no Exception
+            logger.error("a grammar's compiler failed; its request ends, and others go on", exc_info=error)
+            grammar.error = COMPILER_FAILED
+            return
         try:
             grammar.matcher = grammar.compiled.result().matcher()
         except InvalidRequestError as error:
