@@ -14,7 +14,13 @@ from torch import Tensor, nn
 from specray.layers.module import Layer
 from specray.layers.norm import RMSNorm
 from specray.layers.parallel import RankGroup
-from specray.models.transformers_skeleton import AttentionCall, attention_of_pass, computing, unavailable_experts
+from specray.models.transformers_skeleton import (
+    AttentionCall,
+    AttentionFunction,
+    attention_of_pass,
+    computing,
+    unavailable_experts,
+)
 from specray.ops.device_ops import ops_on
 from specray.ops.grouped_weight import Weight
 from specray.ops.linear import concat, is_row_wise, make_gated, make_linear
@@ -180,8 +186,22 @@ def computes_rotary_attention(module: nn.Module, call: AttentionCall) -> bool:
             result = trial(hidden_states=x, position_embeddings=(cos, sin), attention_mask=None)
     except (RuntimeError, TypeError, AttributeError, ValueError):  # it takes or does something else
         return False
-    is_same = len(found) == 3 and all(map(torch.equal, found, expected))
+    if not _needs_full_width(trial, x, (cos[..., : dim // 2], sin[..., : dim // 2]), attention):
+        return False  # it may rotate a part of each head
+    is_same = len(found) >= len(expected) and all(map(torch.equal, found, expected))
     return is_same and isinstance(result, tuple) and len(result) == 2 and torch.equal(result[0], x * 5.0 * 7.0)
+
+
+def _needs_full_width(
+    trial: nn.Module, x: Tensor, position_embeddings: tuple[Tensor, Tensor], attention: AttentionFunction
+) -> bool:
+    """Whether an attention module cannot take angles for a part of each head only."""
+    try:
+        with torch.no_grad(), computing(attention, unavailable_experts):
+            trial(hidden_states=x, position_embeddings=position_embeddings, attention_mask=None)
+    except RuntimeError:
+        return True
+    return False
 
 
 class _Times(nn.Module):

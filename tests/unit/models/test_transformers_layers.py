@@ -81,13 +81,14 @@ def test_rows_are_alike_only_if_every_operation_computes_them_so() -> None:
 
 
 def test_rotary_attention_is_found_by_what_a_module_computes() -> None:
-    calls = {name: calls_of(name) for name in ("llama", "qwen3", "smollm3", "gpt_oss")}
+    calls = {name: calls_of(name) for name in ("llama", "qwen3", "smollm3", "gpt_oss", "glm4_moe")}
     found = {name: [computes_rotary_attention(*each) for each in pairs] for name, pairs in calls.items()}
     assert found == {
         "llama": [True, True],
         "qwen3": [False, False],  # norms of queries and keys
         "smollm3": [True, False, True, False],  # every second layer without rotary positions
         "gpt_oss": [False, False, False],  # sinks
+        "glm4_moe": [False, False],  # half of each head is rotated
     }
 
 
