@@ -10,7 +10,7 @@ from specray.ops.attention import Attend
 from specray.ops.cpu.attention import PagedAttend
 from specray.ops.cpu.layers import FusedLayers
 from specray.ops.cpu.packed_layers import EmbedAndHead
-from specray.ops.cpu.structs import ArenaStruct
+from specray.ops.cpu.structs import RequestBufferStruct
 from specray.ops.cpu.verification import Verification
 from specray.ops.step_tensors import LargestLogits
 
@@ -74,9 +74,9 @@ class FusedForward:
         logits = LargestLogits(started.logits) if only_largest else started.logits
         return started.number, (started.final, logits, self._states(started.copies, aux_hidden_state_layers))
 
-    def begin_after(self, number: int, arena: ArenaStruct, slots: Tensor) -> tuple[int, LargestLogits]:
+    def begin_after(self, number: int, buffer: RequestBufferStruct, slots: Tensor) -> tuple[int, LargestLogits]:
         """See FusedLayers: the new pass's number, and the tokens that it chooses."""
-        started = self._layers.begin_after(self._around, number, arena, slots)
+        started = self._layers.begin_after(self._around, number, buffer, slots)
         return started.number, LargestLogits(started.logits)
 
     def wait(self, number: int) -> None:

@@ -23,7 +23,7 @@ class TreesWanted(NamedTuple):
     least: Tensor | None  # float32 [B], score that a node needs; None: no node is cut for its score
 
 
-class RequestArena(NamedTuple):
+class RequestBuffer(NamedTuple):
     """A row of `row_size` int32 cells for each slot: token ids from column 0 on, KV slots from `kv_column` on."""
 
     cells: Tensor  # int32 [slots * row_size]

@@ -5,7 +5,7 @@ from torch import Tensor
 from specray.ops.cpu.library import Kernels
 from specray.ops.cpu.steps import TableKernels, TreeKernels
 from specray.ops.cpu.tree_walk import walk, walk_chosen
-from specray.ops.step_tensors import RequestArena
+from specray.ops.step_tensors import RequestBuffer
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.torch_step_ops import TableOps, TorchStepOps, TreeOps
 from specray.spec_decode.verify_batch import VerifyInput, VerifyOutput
@@ -19,8 +19,8 @@ class KernelStepOps(TorchStepOps):
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
 
-    def table(self, arena: RequestArena) -> TableOps:
-        return TableKernels(self._kernels, arena)
+    def table(self, buffer: RequestBuffer) -> TableOps:
+        return TableKernels(self._kernels, buffer)
 
     def trees(self) -> TreeOps:
         return TreeKernels(self._kernels)

@@ -1,6 +1,6 @@
 """The requests of one rank by slot: tensors for input building, sampling and drafting, and their host mirror.
 
-The tensors are views of one int32 arena on the device. On a CPU, changes are written at once. For another device they
+The tensors are views of one int32 buffer on the device. On a CPU, changes are written at once. For another device they
 are collected on the host as pairs of place and value and written by one copy and one scatter a step. The host keeps
 what determines shapes: token ids, lengths and KV slots.
 A slot is a row of this table; a KV slot is one token's place in the KV pool.
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specray.ops.attention import make_zeros
 from specray.ops.sampling_state import OptionColumns, SamplingBatch
-from specray.ops.step_tensors import RequestArena
+from specray.ops.step_tensors import RequestBuffer
 from specray.spec_decode.request_state import RequestState, sampling_columns
 from specray.spec_decode.step_ops import step_ops
 from specray.step import NewRequest
@@ -31,18 +31,18 @@ class RequestTable:
         self._width = max_tokens + max_tokens % 2  # even, so that the seeds are aligned
         self._row = 2 * self._width + _NUM_SCALARS
         # The last row takes masked writes, and is an empty request for padding.
-        arena = make_zeros((num_slots + 1, self._row), torch.int32, device)
+        buffer = make_zeros((num_slots + 1, self._row), torch.int32, device)
         self.padding_slot = num_slots
         scalars = 2 * self._width
-        floats = arena.view(torch.float32)
-        self._arena = arena.view(-1)
-        self.arena = RequestArena(self._arena, self._row, self._width, scalars)
-        self.token_ids = arena[:, : self._width]
-        self.kv_slots = arena[:, self._width : scalars]
-        self.num_tokens = arena[:, scalars]
-        self._scalars = arena[:, scalars:]
-        self.seeds = arena.view(torch.int64)[:, scalars // 2 + 1]
-        self.top_k = arena[:, scalars + 4]
+        floats = buffer.view(torch.float32)
+        self._buffer = buffer.view(-1)
+        self.buffer = RequestBuffer(self._buffer, self._row, self._width, scalars)
+        self.token_ids = buffer[:, : self._width]
+        self.kv_slots = buffer[:, self._width : scalars]
+        self.num_tokens = buffer[:, scalars]
+        self._scalars = buffer[:, scalars:]
+        self.seeds = buffer.view(torch.int64)[:, scalars // 2 + 1]
+        self.top_k = buffer[:, scalars + 4]
         self.temperature = floats[:, scalars + 5]
         self.top_p = floats[:, scalars + 6]
         self.min_p = floats[:, scalars + 7]
@@ -50,9 +50,9 @@ class RequestTable:
         self.states: dict[int, RequestState] = {}
         self.device = device
         # None: changes wait for `flush`.
-        self._host_arena = self._arena.numpy() if device.type == "cpu" else None
-        self._changes: list[tuple[int, np.ndarray]] = []  # (first place in the arena, int32 values)
-        self.ops = step_ops(device).table(self.arena)
+        self._host_buffer = self._buffer.numpy() if device.type == "cpu" else None
+        self._changes: list[tuple[int, np.ndarray]] = []  # (first place in the buffer, int32 values)
+        self.ops = step_ops(device).table(self.buffer)
 
     def enter(self, new: NewRequest) -> None:
         """Start a request in its slot."""
@@ -87,7 +87,7 @@ class RequestTable:
         if not found.size:  # an empty array may have strides that no tensor has
             return torch.empty(found.shape, dtype=torch.int64, device=self.device)
         tensor = torch.from_numpy(found)
-        return tensor if self._host_arena is not None else tensor.to(self.device, non_blocking=True)
+        return tensor if self._host_buffer is not None else tensor.to(self.device, non_blocking=True)
 
     def flush(self, *rows: Sequence[int]) -> Tensor:
         """Write all changes that wait to the device. `rows` are copied along and returned as int64 [len(rows), n]."""
@@ -99,7 +99,7 @@ class RequestTable:
         packed = np.concatenate([extra.ravel().view(np.int32), *places, *(values for _, values in changes)])
         columns, written = torch.from_numpy(packed).to(self.device, non_blocking=True).tensor_split((2 * extra.size,))
         index, values = written.chunk(2)
-        self._arena.index_copy_(0, index.long(), values)
+        self._buffer.index_copy_(0, index.long(), values)
         if not extra.size:  # an empty array may have strides that no view fits
             return torch.empty(extra.shape, dtype=torch.int64, device=self.device)
         return columns.view(torch.int64).view(extra.shape)
@@ -124,7 +124,7 @@ class RequestTable:
 
     def _change(self, slot: int, column: int, values: np.ndarray) -> None:
         first = slot * self._row + column
-        if self._host_arena is None:
+        if self._host_buffer is None:
             self._changes.append((first, values))
         else:
-            self._host_arena[first : first + len(values)] = values
+            self._host_buffer[first : first + len(values)] = values

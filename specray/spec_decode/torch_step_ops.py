@@ -14,7 +14,7 @@ from specray.ops.outcome import tokens as tokens_of
 from specray.ops.ragged_index import RaggedIndex
 from specray.ops.sampling_state import SamplingBatch
 from specray.ops.shard_sampling import Choices, choose_in_shard
-from specray.ops.step_tensors import RequestArena, TreesWanted, TreeTensors
+from specray.ops.step_tensors import RequestBuffer, TreesWanted, TreeTensors
 from specray.spec_decode.draft_tree import NONE, ROOT, DraftTree
 from specray.spec_decode.node_sampler import NodeSampler, PaddedSampler
 from specray.spec_decode.verify_batch import VerifyInput, VerifyOutput
@@ -104,9 +104,9 @@ class TorchStepOps:
         # that no walk visits costs more than the depths.
         self.walks_sampled = device.type == "cpu"
 
-    def table(self, arena: RequestArena) -> TableOps:
-        """The operations on a request table, which has `arena`."""
-        return TorchTable(arena)
+    def table(self, buffer: RequestBuffer) -> TableOps:
+        """The operations on a request table, which has `buffer`."""
+        return TorchTable(buffer)
 
     def trees(self) -> TreeOps:
         """The operations on trees that wait."""
@@ -239,23 +239,23 @@ def accept(tree: DraftTree, ancestors: Tensor, chosen: Tensor, is_finite: Tensor
 
 
 class TorchTable:
-    """TableOps. The arena's last row takes what is masked."""
+    """TableOps. The buffer's last row takes what is masked."""
 
-    def __init__(self, arena: RequestArena) -> None:
-        self.arena = arena
-        self._discard_index = len(arena.cells) - arena.row_size
-        self.padding_slot = self._discard_index // arena.row_size  # an empty request
-        rows = arena.cells.view(-1, arena.row_size)
-        self.num_tokens = rows[:, arena.length_column]
-        self.all_kv_slots = rows[:, arena.kv_column : arena.length_column]
+    def __init__(self, buffer: RequestBuffer) -> None:
+        self.buffer = buffer
+        self._discard_index = len(buffer.cells) - buffer.row_size
+        self.padding_slot = self._discard_index // buffer.row_size  # an empty request
+        rows = buffer.cells.view(-1, buffer.row_size)
+        self.num_tokens = rows[:, buffer.length_column]
+        self.all_kv_slots = rows[:, buffer.kv_column : buffer.length_column]
 
     def cells(self, slots: Tensor, positions: Tensor, column: int) -> Tensor:
-        return self.arena.cells.index_select(0, slots * self.arena.row_size + column + positions).long()
+        return self.buffer.cells.index_select(0, slots * self.buffer.row_size + column + positions).long()
 
     def kv_slots(self, slots: Tensor, starts: Tensor | None, width: int) -> Tensor:
-        arena, first = self.arena, self.arena.kv_column
+        buffer, first = self.buffer, self.buffer.kv_column
         if starts is None:
-            rows = arena.cells.view(-1, arena.row_size)[:, first : first + width]
+            rows = buffer.cells.view(-1, buffer.row_size)[:, first : first + width]
             return rows.index_select(0, slots).long()
         positions = starts[:, None] + torch.arange(width, device=slots.device)
         found = self.cells(slots[:, None].expand_as(positions).flatten(), positions.flatten(), first)
@@ -263,8 +263,8 @@ class TorchTable:
 
     def append(self, slots: Tensor, outcome: Tensor) -> None:
         num_tokens, tokens = num_emitted(outcome), tokens_of(outcome)
-        cells, row_size = self.arena.cells, self.arena.row_size
-        known = cells.view(-1, row_size)[:, self.arena.length_column]
+        cells, row_size = self.buffer.cells, self.buffer.row_size
+        known = cells.view(-1, row_size)[:, self.buffer.length_column]
         lengths = known.index_select(0, slots).long()
         columns = torch.arange(tokens.shape[1], device=slots.device)
         places = slots[:, None] * row_size + lengths[:, None] + columns
@@ -287,7 +287,7 @@ class TorchTable:
             depth = (ancestors.sum(-1) - 1)[index.rows, node.clamp(min=0)]
             token_ids = torch.where(node > 0, tokens[index.rows, node.clamp(min=0)], token_ids)
             positions = torch.where(node > 0, places_in_kv - node + depth, places_in_kv)
-        written = self.cells(slots, places_in_kv, self.arena.kv_column)
+        written = self.cells(slots, places_in_kv, self.buffer.kv_column)
         roots, kv_slots = query_lens.cumsum(0) - num_nodes, self.kv_slots(columns[0], None, kv_width)
         return token_ids, positions, written, roots, kv_slots, ancestors
 
@@ -296,7 +296,7 @@ class TorchTable:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         index = RaggedIndex.of(ends - starts, total)
         rows, positions = slots.index_select(0, index.rows), starts.index_select(0, index.rows) + index.offsets
-        token_ids, written = self.cells(rows, positions + 1, 0), self.cells(rows, positions, self.arena.kv_column)
+        token_ids, written = self.cells(rows, positions + 1, 0), self.cells(rows, positions, self.buffer.kv_column)
         return token_ids, positions, written, (ends - starts).cumsum(0) - 1
 
     # What CUDA graphs need beside these: fixed shapes, nothing from the host.
@@ -305,7 +305,7 @@ class TorchTable:
         return self.cells(slots, positions, 0)
 
     def kv_slots_at(self, slots: Tensor, positions: Tensor) -> Tensor:
-        return self.cells(slots, positions, self.arena.kv_column)
+        return self.cells(slots, positions, self.buffer.kv_column)
 
     def load_step(self, step: Sequence[Tensor], slots: Tensor, tree: DraftTree) -> None:
         """Make `step` (slots [R], numbers of nodes [R], tokens and parents [R, N]) that of B <= R trees.

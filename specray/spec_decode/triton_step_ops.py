@@ -9,7 +9,7 @@ from specray.ops.gpu import steps
 from specray.ops.gpu.sampling import Rows, choose, keys_of_nodes, walk_chosen
 from specray.ops.sampling_state import SamplingBatch
 from specray.ops.shard_sampling import Choices
-from specray.ops.step_tensors import RequestArena
+from specray.ops.step_tensors import RequestBuffer
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.node_sampler import NodeSampler
 from specray.spec_decode.torch_step_ops import ExtendInput, TorchStepOps, TorchTable, TreeInput, TreeOps, at_nodes
@@ -24,8 +24,8 @@ class TritonStepOps(TorchStepOps):
     def __init__(self) -> None:
         """The kernels have no state."""
 
-    def table(self, arena: RequestArena) -> "TritonTable":
-        return TritonTable(arena)
+    def table(self, buffer: RequestBuffer) -> "TritonTable":
+        return TritonTable(buffer)
 
     def trees(self) -> TreeOps:
         return steps.TritonTreeOps()
@@ -74,7 +74,7 @@ class TritonTable(TorchTable):
     """TableOps, and those of graphs."""
 
     def cells(self, slots: Tensor, positions: Tensor, column: int) -> Tensor:
-        return steps.cells_at(self.arena, slots, positions, column)
+        return steps.cells_at(self.buffer, slots, positions, column)
 
     def load_step(self, step: Sequence[Tensor], slots: Tensor, tree: DraftTree) -> None:
         steps.load(step, slots, tree.num_nodes, (tree.tokens, tree.parents), self.padding_slot)
@@ -82,7 +82,7 @@ class TritonTable(TorchTable):
     def tree_input(self, slots: Tensor, tree: DraftTree, padding_kv_slot: int, kept: Tensor) -> TreeInput:
         trees = (tree.tokens, tree.parents)
         return TreeInput(
-            *steps.tree_input(self.arena, slots, tree.num_nodes, trees, self.all_kv_slots, padding_kv_slot, kept)
+            *steps.tree_input(self.buffer, slots, tree.num_nodes, trees, self.all_kv_slots, padding_kv_slot, kept)
         )
 
     def padded_extend(
@@ -94,7 +94,7 @@ class TritonTable(TorchTable):
         padding_kv_slot: int,
     ) -> ExtendInput:
         parts = (slots, num_kept, nodes, width, self.all_kv_slots, padding_kv_slot)
-        return ExtendInput(*steps.extend_input(self.arena, *parts))
+        return ExtendInput(*steps.extend_input(self.buffer, *parts))
 
     def commit(self, slots: Tensor, outcome: Tensor, report: Tensor) -> None:
-        steps.commit(self.arena, report, slots, outcome)
+        steps.commit(self.buffer, report, slots, outcome)

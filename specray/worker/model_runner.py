@@ -9,7 +9,7 @@ from specray.layers.moe import reason_without_graphs
 from specray.models.fused_forward import FusedForward
 from specray.models.target_model import TargetModel
 from specray.ops.attention import AttentionBackend, recordable
-from specray.ops.cpu.structs import ArenaStruct
+from specray.ops.cpu.structs import RequestBufferStruct
 from specray.ops.cpu.verification import Verification
 from specray.ops.step_tensors import LargestLogits
 from specray.worker.input_batch import InputBatch
@@ -78,7 +78,7 @@ class KernelRunner(ModelRunner):
         self._open.add(number)
         return number, ForwardOutput(*computed, batch.roots)
 
-    def begin_after(self, number: int, table: ArenaStruct, slots: Tensor) -> tuple[int, ForwardOutput]:
+    def begin_after(self, number: int, table: RequestBufferStruct, slots: Tensor) -> tuple[int, ForwardOutput]:
         """Start a pass over the tokens that another one, with only the largest logits, chooses for `slots`."""
         following, logits = self._passes.begin_after(number, table, slots)
         self._open.add(following)

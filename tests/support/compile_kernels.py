@@ -60,7 +60,7 @@ POINTERS = {
     "is_finite": "*i8",
     "quantised": "*fp8e4nv",
     "column_ids": "*i64",
-    "arena": "*i32",
+    "buffer": "*i32",
     **dict.fromkeys(("cos_table", "sin_table"), "*fp32"),
     **dict.fromkeys(("token_ids", "positions", "slots", "kept", "outcome", "places", "ends", "last", "roots"), "*i64"),
     **dict.fromkeys(("new_slots", "new_num_nodes", "new_tokens", "new_parents", "report", "most"), "*i64"),

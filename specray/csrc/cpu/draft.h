@@ -123,7 +123,7 @@ struct Committed {
 // to all rows before it and predicts a level of the tree. Its KV lies in a scratch slot and is discarded.
 class Drafting {
  public:
-  Drafting(const DraftNetwork& network, const Arena& arena, const Committed& committed, const Growth& growth)
+  Drafting(const DraftNetwork& network, const RequestBuffer& buffer, const Committed& committed, const Growth& growth)
       : committed_(committed), growth_(growth), size_(network.sizes.hidden),
         num_outputs_(network.mask_state ? growth.num_levels : 1), query_lens_(committed.count),
         kv_lens_(committed.count), tree_sizes_(2 * committed.count), read_lens_(committed.count),
@@ -136,12 +136,12 @@ class Drafting {
       const int64_t end = committed.ends[r], first = int64_t(ids_.size()), length = end - committed.starts[r];
       resize_rows(first + length);
       build_extend(
-          arena, 1, committed.slots + r, committed.starts + r, committed.ends + r, ids_.data() + first,
+          buffer, 1, committed.slots + r, committed.starts + r, committed.ends + r, ids_.data() + first,
           positions_.data() + first, written_.data() + first, last_.data() + r);
       last_[r] += first;
       for (int64_t place = first; place <= last_[r]; ++place) known.push_back(place);
       int64_t* kv_slots = kv_slots_.data() + r * width;
-      gather_kv_slots(arena, 1, committed.slots + r, nullptr, end, kv_slots);
+      gather_kv_slots(buffer, 1, committed.slots + r, nullptr, end, kv_slots);
       kv_lens_[r] = int32_t(end);
       if (r < growth.num_trees) {
         const int64_t* scratch = growth.scratch + r * growth.scratch_width;
@@ -157,7 +157,7 @@ class Drafting {
       }
       query_lens_[r] = int32_t(int64_t(ids_.size()) - first);
     }
-    gather_cells(arena, growth.num_trees, committed.slots, committed.ends, 0, roots_.data());
+    gather_cells(buffer, growth.num_trees, committed.slots, committed.ends, 0, roots_.data());
     std::fill_n(read_lens_.begin(), growth.num_trees, num_outputs_);
     const int64_t total = int64_t(ids_.size());
 
@@ -222,8 +222,8 @@ class Drafting {
 };
 
 inline void draft(
-    const DraftNetwork& network, const Arena& arena, const Committed& committed, const Growth& growth, int num_threads) {
-  Drafting drafting(network, arena, committed, growth);
+    const DraftNetwork& network, const RequestBuffer& buffer, const Committed& committed, const Growth& growth, int num_threads) {
+  Drafting drafting(network, buffer, committed, growth);
   run_on_team(num_threads, Drafting::num_phases(network, growth), [&](Member& member) { drafting.run(member); });
 }
 

@@ -222,9 +222,9 @@ void specray_extend(
 
 // The same, and the trees below; see draft.h.
 void specray_draft(
-    const DraftNetwork* network, const Arena* arena, const Committed* committed, const Growth* growth,
+    const DraftNetwork* network, const RequestBuffer* buffer, const Committed* committed, const Growth* growth,
     int32_t num_threads) {
-  draft(*network, *arena, *committed, *growth, num_threads);
+  draft(*network, *buffer, *committed, *growth, num_threads);
 }
 
 // Grows draft trees; see trees.h.
@@ -271,34 +271,34 @@ void specray_forbid(
 // The tensors of a step around its forward passes; see steps.h.
 
 void specray_build_step(
-    const Arena* arena, const StepRows* rows, int64_t total, int64_t kv_width, int64_t* step, uint8_t* ancestors) {
-  build_step(*arena, *rows, total, kv_width, step, ancestors);
+    const RequestBuffer* buffer, const StepRows* rows, int64_t total, int64_t kv_width, int64_t* step, uint8_t* ancestors) {
+  build_step(*buffer, *rows, total, kv_width, step, ancestors);
 }
 
 // See step_after in following.h.
-void specray_step_after(const Step* before, const Arena* arena, const int64_t* slots, int64_t* numbers, Step* step) {
-  *step = step_after(*before, *arena, slots, numbers);
+void specray_step_after(const Step* before, const RequestBuffer* buffer, const int64_t* slots, int64_t* numbers, Step* step) {
+  *step = step_after(*before, *buffer, slots, numbers);
 }
 
 void specray_gather_cells(
-    const Arena* arena, int64_t count, const int64_t* slots, const int64_t* positions, int64_t column, int64_t* found) {
-  gather_cells(*arena, count, slots, positions, column, found);
+    const RequestBuffer* buffer, int64_t count, const int64_t* slots, const int64_t* positions, int64_t column, int64_t* found) {
+  gather_cells(*buffer, count, slots, positions, column, found);
 }
 
 void specray_gather_kv_slots(
-    const Arena* arena, int64_t count, const int64_t* slots, const int64_t* starts, int64_t width, int64_t* kv_slots) {
-  gather_kv_slots(*arena, count, slots, starts, width, kv_slots);
+    const RequestBuffer* buffer, int64_t count, const int64_t* slots, const int64_t* starts, int64_t width, int64_t* kv_slots) {
+  gather_kv_slots(*buffer, count, slots, starts, width, kv_slots);
 }
 
 void specray_append_tokens(
-    const Arena* arena, int64_t count, const int64_t* slots, const int64_t* outcome, int64_t width) {
-  append_tokens(*arena, count, slots, {outcome, width});
+    const RequestBuffer* buffer, int64_t count, const int64_t* slots, const int64_t* outcome, int64_t width) {
+  append_tokens(*buffer, count, slots, {outcome, width});
 }
 
 void specray_build_extend(
-    const Arena* arena, int64_t count, const int64_t* slots, const int64_t* starts, const int64_t* ends, int64_t* ids,
+    const RequestBuffer* buffer, int64_t count, const int64_t* slots, const int64_t* starts, const int64_t* ends, int64_t* ids,
     int64_t* positions, int64_t* written, int64_t* last) {
-  build_extend(*arena, count, slots, starts, ends, ids, positions, written, last);
+  build_extend(*buffer, count, slots, starts, ends, ids, positions, written, last);
 }
 
 void specray_put_trees(

@@ -53,10 +53,10 @@ inline std::string layouts() {
   LAYOUT(Capture, copies, type, stride);
   LAYOUT(Screen, matrix, errors, norms);
   LAYOUT(EmbedAndHead, embedding, embedding_type, num_columns, norm, output, screen);
-  LAYOUT(Arena, cells, row_size, kv_column, length_column);
+  LAYOUT(RequestBuffer, cells, row_size, kv_column, length_column);
   LAYOUT(DraftTrees, num_trees, width, max_depth, vocab_size, tokens, parents, num_nodes, logits, choices, lengths,
       seeds, temperature, top_p, min_p, top_k);
-  LAYOUT(Verification, trees, arena, slots, pool, num_layers, layer_bytes, slot_bytes, outcome);
+  LAYOUT(Verification, trees, buffer, slots, pool, num_layers, layer_bytes, slot_bytes, outcome);
   LAYOUT(Pass, ids, places, num_places, hidden, final, logits, largest, verification);
   LAYOUT(DraftNetwork, fuse, fuse_norms, num_norms, embedding, embedding_type, vocab_size, token_norm, state_norm,
       project, reads_states, state_first, residual_is_normed, num_layers, layers, sizes, cos, sin, norm,

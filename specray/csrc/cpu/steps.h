@@ -13,8 +13,8 @@
 
 namespace specray {
 
-// A request table; see RequestArena.
-struct Arena {
+// A request table; see RequestBuffer.
+struct RequestBuffer {
   int32_t* cells;
   int64_t row_size, kv_column, length_column;
 
@@ -31,9 +31,9 @@ struct StepRows {
 
 // The KV slots of `width` positions from `starts` [R] on (null: from 0), [R, width].
 inline void gather_kv_slots(
-    const Arena& arena, int64_t count, const int64_t* slots, const int64_t* starts, int64_t width, int64_t* kv_slots) {
+    const RequestBuffer& buffer, int64_t count, const int64_t* slots, const int64_t* starts, int64_t width, int64_t* kv_slots) {
   for (int64_t r = 0; r < count; ++r) {
-    const int32_t* from = arena.row(slots[r]) + arena.kv_column + (starts ? starts[r] : 0);
+    const int32_t* from = buffer.row(slots[r]) + buffer.kv_column + (starts ? starts[r] : 0);
     for (int64_t i = 0; i < width; ++i) *kv_slots++ = from[i];
   }
 }
@@ -42,19 +42,19 @@ inline void gather_kv_slots(
 // of the roots [R], and the KV slots of the first `kv_width` positions [R, kv_width]. `ancestors` [R, width, width] is
 // null where no tree has a draft.
 inline void build_step(
-    const Arena& arena, const StepRows& rows, int64_t total, int64_t kv_width, int64_t* step, uint8_t* ancestors) {
+    const RequestBuffer& buffer, const StepRows& rows, int64_t total, int64_t kv_width, int64_t* step, uint8_t* ancestors) {
   int64_t *ids = step, *positions = ids + total, *written = positions + total, *roots = written + total;
-  gather_kv_slots(arena, rows.count, rows.slots, nullptr, kv_width, roots + rows.count);
+  gather_kv_slots(buffer, rows.count, rows.slots, nullptr, kv_width, roots + rows.count);
   std::vector<int64_t> depths(rows.width);
   int64_t place = 0;
   for (int64_t r = 0; r < rows.count; ++r) {
-    const int32_t* row = arena.row(rows.slots[r]);
+    const int32_t* row = buffer.row(rows.slots[r]);
     const int64_t *tokens = rows.tokens + r * rows.width, *parents = rows.parents + r * rows.width;
     const int64_t root = rows.starts[r] + rows.counts[r] - 1;  // its position
     for (int64_t position = rows.starts[r]; position <= root; ++position, ++place) {
       ids[place] = row[position];
       positions[place] = position;
-      written[place] = row[arena.kv_column + position];
+      written[place] = row[buffer.kv_column + position];
     }
     roots[r] = place - 1;
     for (int64_t node = 0; node < rows.width; ++node) {
@@ -71,7 +71,7 @@ inline void build_step(
       if (!has_parent) continue;
       ids[place] = tokens[node];
       positions[place] = root + depths[node];
-      written[place] = row[arena.kv_column + root + node];
+      written[place] = row[buffer.kv_column + root + node];
       ++place;
     }
   }
@@ -79,15 +79,15 @@ inline void build_step(
 
 // The cells `column` + position of each slot, [T].
 inline void gather_cells(
-    const Arena& arena, int64_t count, const int64_t* slots, const int64_t* positions, int64_t column, int64_t* found) {
-  for (int64_t i = 0; i < count; ++i) found[i] = arena.row(slots[i])[column + positions[i]];
+    const RequestBuffer& buffer, int64_t count, const int64_t* slots, const int64_t* positions, int64_t column, int64_t* found) {
+  for (int64_t i = 0; i < count; ++i) found[i] = buffer.row(slots[i])[column + positions[i]];
 }
 
 // Appends the emitted tokens to each of `slots`.
-inline void append_tokens(const Arena& arena, int64_t count, const int64_t* slots, const Outcome& outcome) {
+inline void append_tokens(const RequestBuffer& buffer, int64_t count, const int64_t* slots, const Outcome& outcome) {
   for (int64_t r = 0; r < count; ++r) {
-    int32_t* row = arena.row(slots[r]);
-    int32_t& length = row[arena.length_column];
+    int32_t* row = buffer.row(slots[r]);
+    int32_t& length = row[buffer.length_column];
     std::copy_n(outcome.tokens(r), outcome.num_emitted(r), row + length);
     length += int32_t(outcome.num_emitted(r));
   }
@@ -96,15 +96,15 @@ inline void append_tokens(const Arena& arena, int64_t count, const int64_t* slot
 // Of positions `starts` to `ends` [R] of each request: the next tokens, positions and KV slots [T]. `last` [R] are the
 // places of the requests' last positions.
 inline void build_extend(
-    const Arena& arena, int64_t count, const int64_t* slots, const int64_t* starts, const int64_t* ends, int64_t* ids,
+    const RequestBuffer& buffer, int64_t count, const int64_t* slots, const int64_t* starts, const int64_t* ends, int64_t* ids,
     int64_t* positions, int64_t* written, int64_t* last) {
   int64_t place = 0;
   for (int64_t r = 0; r < count; ++r) {
-    const int32_t* row = arena.row(slots[r]);
+    const int32_t* row = buffer.row(slots[r]);
     for (int64_t position = starts[r]; position < ends[r]; ++position, ++place) {
       ids[place] = row[position + 1];
       positions[place] = position;
-      written[place] = row[arena.kv_column + position];
+      written[place] = row[buffer.kv_column + position];
     }
     last[r] = place - 1;
   }

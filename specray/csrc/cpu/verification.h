@@ -14,7 +14,7 @@ namespace specray {
 // of its tree is the last token in the table.
 struct Verification {
   DraftTrees trees;  // `logits`, `choices` and `lengths` are not used
-  Arena arena;
+  RequestBuffer buffer;
   const int64_t* slots;  // [B], of the table
   char* pool;            // the model's KV
   int64_t num_layers, layer_bytes, slot_bytes;
@@ -46,8 +46,8 @@ class Verifier {
 
  private:
   int32_t length(int tree) const {
-    const Arena& arena = verification_.arena;
-    return arena.row(verification_.slots[tree])[arena.length_column];
+    const RequestBuffer& buffer = verification_.buffer;
+    return buffer.row(verification_.slots[tree])[buffer.length_column];
   }
 
   void commit() const {
@@ -57,10 +57,10 @@ class Verifier {
     if (v.trees.max_depth) {
       std::vector<int64_t> roots(count), kv_slots(int64_t(count) * width);
       for (int tree = 0; tree < count; ++tree) roots[tree] = length(tree) - 1;
-      gather_kv_slots(v.arena, count, v.slots, roots.data(), width, kv_slots.data());
+      gather_kv_slots(v.buffer, count, v.slots, roots.data(), width, kv_slots.data());
       move_kv(v.pool, int(v.num_layers), v.layer_bytes, v.slot_bytes, count, kv_slots.data(), width, outcome);
     }
-    append_tokens(v.arena, count, v.slots, outcome);
+    append_tokens(v.buffer, count, v.slots, outcome);
   }
 
   const Verification verification_;

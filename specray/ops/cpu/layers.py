@@ -10,7 +10,7 @@ from torch import Tensor
 from specray.ops.cpu.attention import PagedAttend
 from specray.ops.cpu.packed_layers import EmbedAndHead, PackedLayers
 from specray.ops.cpu.pointer import pointer
-from specray.ops.cpu.structs import FLOAT_TYPES, ArenaStruct, CaptureStruct, PassStruct, StepStruct
+from specray.ops.cpu.structs import FLOAT_TYPES, CaptureStruct, PassStruct, RequestBufferStruct, StepStruct
 from specray.ops.cpu.threads import num_threads
 from specray.ops.cpu.verification import Verification
 
@@ -95,7 +95,7 @@ class FusedLayers(PackedLayers):
         kept = (attend, token_ids, positions, places, capture, lens)
         return self._start(around, step, token_ids, places, (copies, capture), only_largest, kept, verification)
 
-    def begin_after(self, around: EmbedAndHead, number: int, arena: ArenaStruct, slots: Tensor) -> StartedPass:
+    def begin_after(self, around: EmbedAndHead, number: int, buffer: RequestBufferStruct, slots: Tensor) -> StartedPass:
         """Start a pass over the tokens that another one chooses, which is not joined yet, for the same requests.
 
         The other one, `number`, has the largest logits of each request's last token. `slots` int64 [R] are the
@@ -105,7 +105,7 @@ class FusedLayers(PackedLayers):
         step, slots, count = StepStruct(), slots.contiguous(), slots.shape[0]
         numbers = torch.empty(count * (before.step.requests.slots_width + 5), dtype=torch.int64)
         self.kernels.step_after(
-            ctypes.byref(before.step), ctypes.byref(arena), pointer(slots), pointer(numbers), ctypes.byref(step)
+            ctypes.byref(before.step), ctypes.byref(buffer), pointer(slots), pointer(numbers), ctypes.byref(step)
         )
         without = self._copies(count, (), torch.float32)
         return self._start(around, step, before.logits, None, without, True, (numbers,))

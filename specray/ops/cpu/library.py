@@ -10,7 +10,6 @@ from typing import Any
 
 from specray.ops.cpu.build import BuildError, build
 from specray.ops.cpu.structs import (
-    ArenaStruct,
     CaptureStruct,
     CommittedStruct,
     DraftNetworkStruct,
@@ -21,6 +20,7 @@ from specray.ops.cpu.structs import (
     MatrixStruct,
     PassStruct,
     PendingTreesStruct,
+    RequestBufferStruct,
     RequestsStruct,
     ScreenStruct,
     SizesStruct,
@@ -90,7 +90,7 @@ class Kernels:
         self.draft = self._function(
             "draft",
             POINTER(DraftNetworkStruct),
-            POINTER(ArenaStruct),
+            POINTER(RequestBufferStruct),
             POINTER(CommittedStruct),
             POINTER(GrowthStruct),
             c_int32,
@@ -99,12 +99,12 @@ class Kernels:
         self.sample = self._function("sample", c_void_p, c_int64, c_int32, *[c_void_p] * 6, c_int32)
         self.walk = self._function("walk", POINTER(DraftTreesStruct), c_void_p, c_int32)
         self.forbid = self._function("forbid", c_void_p, c_int32, c_void_p, c_void_p, c_int32, c_int64, c_int32)
-        of_table = (POINTER(ArenaStruct), c_int64, c_void_p)
+        of_table = (POINTER(RequestBufferStruct), c_int64, c_void_p)
         self.build_step = self._function(
-            "build_step", POINTER(ArenaStruct), POINTER(StepRowsStruct), c_int64, c_int64, c_void_p, c_void_p
+            "build_step", POINTER(RequestBufferStruct), POINTER(StepRowsStruct), c_int64, c_int64, c_void_p, c_void_p
         )
         self.step_after = self._function(
-            "step_after", POINTER(StepStruct), POINTER(ArenaStruct), c_void_p, c_void_p, POINTER(StepStruct)
+            "step_after", POINTER(StepStruct), POINTER(RequestBufferStruct), c_void_p, c_void_p, POINTER(StepStruct)
         )
         self.gather_cells = self._function("gather_cells", *of_table, c_void_p, c_int64, c_void_p)
         self.gather_kv_slots = self._function("gather_kv_slots", *of_table, c_void_p, c_int64, c_void_p)

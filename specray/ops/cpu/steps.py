@@ -13,23 +13,23 @@ from torch import Tensor
 from specray.ops.cpu import structs
 from specray.ops.cpu.library import Kernels
 from specray.ops.cpu.pointer import pointer
-from specray.ops.step_tensors import RequestArena, TreesWanted, TreeTensors
+from specray.ops.step_tensors import RequestBuffer, TreesWanted, TreeTensors
 
 
 class TableKernels:
     """TableOps."""
 
-    def __init__(self, kernels: Kernels, arena: RequestArena) -> None:
+    def __init__(self, kernels: Kernels, buffer: RequestBuffer) -> None:
         self._kernels = kernels
-        self._keep_alive = arena  # the struct has its address
-        columns = (arena.row_size, arena.kv_column, arena.length_column)
-        self.struct = structs.ArenaStruct(pointer(arena.cells), *columns)
-        self._arena = ctypes.byref(self.struct)
+        self._keep_alive = buffer  # the struct has its address
+        columns = (buffer.row_size, buffer.kv_column, buffer.length_column)
+        self.struct = structs.RequestBufferStruct(pointer(buffer.cells), *columns)
+        self._buffer = ctypes.byref(self.struct)
 
     def cells(self, slots: Tensor, positions: Tensor, column: int) -> Tensor:
         kept = slots.contiguous(), positions.contiguous()
         found = torch.empty(slots.shape[0], dtype=torch.int64)
-        self._kernels.gather_cells(self._arena, slots.shape[0], *map(pointer, kept), column, pointer(found))
+        self._kernels.gather_cells(self._buffer, slots.shape[0], *map(pointer, kept), column, pointer(found))
         return found
 
     def build_step(
@@ -41,19 +41,19 @@ class TableKernels:
         sizes = (total, total, total, count, count * kv_width)
         step = torch.empty(sum(sizes), dtype=torch.int64)
         ancestors = torch.empty(count, width, width, dtype=torch.bool) if has_drafts else None
-        self._kernels.build_step(self._arena, ctypes.byref(rows), total, kv_width, step.data_ptr(), pointer(ancestors))
+        self._kernels.build_step(self._buffer, ctypes.byref(rows), total, kv_width, step.data_ptr(), pointer(ancestors))
         token_ids, positions, written, roots, kv_slots = step.split_with_sizes(sizes)
         return token_ids, positions, written, roots, kv_slots.view(count, kv_width), ancestors
 
     def kv_slots(self, slots: Tensor, starts: Tensor | None, width: int) -> Tensor:
         kept = slots.contiguous(), None if starts is None else starts.contiguous()
         found = torch.empty(slots.shape[0], width, dtype=torch.int64)
-        self._kernels.gather_kv_slots(self._arena, slots.shape[0], *map(pointer, kept), width, pointer(found))
+        self._kernels.gather_kv_slots(self._buffer, slots.shape[0], *map(pointer, kept), width, pointer(found))
         return found
 
     def append(self, slots: Tensor, outcome: Tensor) -> None:
         slots = slots.contiguous()
-        self._kernels.append_tokens(self._arena, slots.shape[0], pointer(slots), pointer(outcome), outcome.shape[1])
+        self._kernels.append_tokens(self._buffer, slots.shape[0], pointer(slots), pointer(outcome), outcome.shape[1])
 
     def extend_input(
         self, slots: Tensor, starts: Tensor, ends: Tensor, total: int
@@ -62,7 +62,7 @@ class TableKernels:
         token_ids, positions, written = torch.empty(3, total, dtype=torch.int64).unbind()
         last = torch.empty(slots.shape[0], dtype=torch.int64)
         outputs = (token_ids, positions, written, last)
-        self._kernels.build_extend(self._arena, slots.shape[0], *map(pointer, kept), *map(pointer, outputs))
+        self._kernels.build_extend(self._buffer, slots.shape[0], *map(pointer, kept), *map(pointer, outputs))
         return outputs
 
 

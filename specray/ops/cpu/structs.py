@@ -133,8 +133,8 @@ class EmbedAndHeadStruct(ctypes.Structure):
     )
 
 
-class ArenaStruct(ctypes.Structure):
-    """`Arena` in steps.h."""
+class RequestBufferStruct(ctypes.Structure):
+    """`RequestBuffer` in steps.h."""
 
     _fields_ = (("cells", c_void_p), ("row_size", c_int64), ("kv_column", c_int64), ("length_column", c_int64))
 
@@ -166,7 +166,7 @@ class VerificationStruct(ctypes.Structure):
 
     _fields_ = (
         ("trees", DraftTreesStruct),
-        ("arena", ArenaStruct),
+        ("buffer", RequestBufferStruct),
         ("slots", c_void_p),
         ("pool", c_void_p),
         ("num_layers", c_int64),

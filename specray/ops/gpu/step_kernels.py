@@ -1,6 +1,6 @@
 """Triton kernels that build the input of padded steps and keep their outcome, each in one launch.
 
-Launched by `specray.ops.gpu.steps`. A program has one request. `arena` is that of `RequestTable`: a row of int32 for
+Launched by `specray.ops.gpu.steps`. A program has one request. `buffer` is that of `RequestTable`: a row of int32 for
 each slot, with token ids from column 0 on, KV slots from `kv_column` on, and the number of tokens at `length_column`.
 """
 
@@ -9,13 +9,13 @@ import triton.language as tl
 
 
 @triton.jit
-def gather_cells(out, arena, slots, positions, count, row_size, column, BLOCK: tl.constexpr):
-    """out int64 [count] = arena[slots, column + positions]; slots and positions are int64 [count]."""
+def gather_cells(out, buffer, slots, positions, count, row_size, column, BLOCK: tl.constexpr):
+    """out int64 [count] = buffer[slots, column + positions]; slots and positions are int64 [count]."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_place = place < count
     slot = tl.load(slots + place, mask=is_place, other=0)
     position = tl.load(positions + place, mask=is_place, other=0)
-    cell = tl.load(arena + slot * row_size + column + position, mask=is_place, other=0)
+    cell = tl.load(buffer + slot * row_size + column + position, mask=is_place, other=0)
     tl.store(out + place, cell.to(tl.int64), mask=is_place)
 
 
@@ -59,7 +59,7 @@ def build_trees(
     paths,  # int64 [T, WIDTH + 1]
     path_lengths,  # int64 [T]
     kept,  # int64 [B, 1 + WIDTH]: known tokens, and the KV slots of the nodes
-    arena,
+    buffer,
     slots,  # int64 [B]
     num_nodes,  # int64 [B]
     tokens,  # int64 [B, WIDTH], rows `tree_stride` apart, like the parents
@@ -75,7 +75,7 @@ def build_trees(
     """See `TorchTable.tree_input`. A node's path are the KV slots of its ancestors and its own, by depth."""
     tree, node = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
     slot, count = tl.load(slots + tree), tl.load(num_nodes + tree)
-    request = arena + slot * row_size
+    request = buffer + slot * row_size
     length = tl.load(request + length_column).to(tl.int64)
     prefix = tl.maximum(length - 1, 0)
     is_place, is_node = node < WIDTH, node < count
@@ -108,7 +108,7 @@ def build_trees(
 
 @triton.jit
 def commit_tokens(
-    arena,
+    buffer,
     report,  # int64 [B, 2 + 2 * WIDTH], a copy of `outcome`
     slots,  # int64 [B]
     outcome,  # int64 [B, 2 + 2 * WIDTH]: see VerifyOutput
@@ -121,7 +121,7 @@ def commit_tokens(
     row, depth = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
     found, is_depth = outcome + row * (2 + 2 * WIDTH), depth < WIDTH
     count = tl.load(found)
-    request = arena + tl.load(slots + row) * row_size
+    request = buffer + tl.load(slots + row) * row_size
     length = tl.load(request + length_column)
     token = tl.load(found + 2 + depth, mask=is_depth, other=0)
     node = tl.load(found + 2 + WIDTH + depth, mask=is_depth, other=0)
@@ -148,7 +148,7 @@ def build_extend(
     ends,  # int64 [B]: positions of the last known tokens
     last,  # int64 [B]: the places of the last tokens among the T
     roots,  # int64 [B]: the last known tokens
-    arena,
+    buffer,
     slots,  # int64 [B]
     counts,  # int64 [B], `counts_stride` apart: committed tokens
     nodes,  # int64 [B, at least WIDTH], rows `nodes_stride` apart: their nodes by depth
@@ -165,7 +165,7 @@ def build_extend(
     """See `padded_extend`. Tokens past a request's own write to the padding KV slot."""
     row, depth = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
     slot, count = tl.load(slots + row), tl.load(counts + row * counts_stride)
-    request = arena + slot * row_size
+    request = buffer + slot * row_size
     end = tl.maximum(tl.load(request + length_column).to(tl.int64) - 1, 0)
     start, is_depth, is_token = end - count, depth < WIDTH, depth < count
     position = tl.where(is_token, start + depth, 0)

@@ -17,19 +17,19 @@ from specray.ops.gpu.step_kernels import (
     take_trees,
 )
 from specray.ops.gpu.strides import alike, by_rows
-from specray.ops.step_tensors import RequestArena, TreesWanted, TreeTensors
+from specray.ops.step_tensors import RequestBuffer, TreesWanted, TreeTensors
 
 _BLOCK = 128  # cells of a program
 
 
-def cells_at(arena: RequestArena, slots: Tensor, positions: Tensor, column: int) -> Tensor:
+def cells_at(buffer: RequestBuffer, slots: Tensor, positions: Tensor, column: int) -> Tensor:
     """int64 [T], the cells `column` + position of each slot; slots and positions are int64 [T]."""
     count = len(slots)
     out = torch.empty(count, dtype=torch.int64, device=slots.device)
     if count:
         places = (slots.contiguous(), positions.contiguous())
         gather_cells[(triton.cdiv(count, _BLOCK),)](
-            out, arena.cells, *places, count, arena.row_size, column, BLOCK=_BLOCK, num_warps=4
+            out, buffer.cells, *places, count, buffer.row_size, column, BLOCK=_BLOCK, num_warps=4
         )
     return out
 
@@ -55,7 +55,7 @@ def load(step: Sequence[Tensor], slots: Tensor, num_nodes: Tensor, trees: Sequen
 
 
 def tree_input(
-    arena: RequestArena,
+    buffer: RequestBuffer,
     slots: Tensor,
     num_nodes: Tensor,
     trees: tuple[Tensor, Tensor],
@@ -78,14 +78,14 @@ def tree_input(
         paths,
         lengths,
         kept,
-        arena.cells,
+        buffer.cells,
         slots,
         num_nodes,
         tokens,
         parents,
-        arena.row_size,
-        arena.kv_column,
-        arena.length_column,
+        buffer.row_size,
+        buffer.kv_column,
+        buffer.length_column,
         padding_kv_slot,
         tokens.stride(0),
         WIDTH=width,
@@ -95,17 +95,17 @@ def tree_input(
     return token_ids, positions, PaddedBatch(prefix_lens, rows, kv_slots, paths, lengths, written)
 
 
-def commit(arena: RequestArena, report: Tensor, slots: Tensor, outcome: Tensor) -> None:
+def commit(buffer: RequestBuffer, report: Tensor, slots: Tensor, outcome: Tensor) -> None:
     """Append accepted tokens to the requests; `outcome` [B, 2 + 2 * D] is VerifyOutput's, `report` its copy."""
     num_rows, columns = outcome.shape
     width = columns // 2 - 1
     commit_tokens[(num_rows,)](
-        arena.cells,
+        buffer.cells,
         report,
         slots,
         outcome.contiguous(),
-        arena.row_size,
-        arena.length_column,
+        buffer.row_size,
+        buffer.length_column,
         WIDTH=width,
         PADDED=triton.next_power_of_2(width),
         num_warps=1,
@@ -113,7 +113,7 @@ def commit(arena: RequestArena, report: Tensor, slots: Tensor, outcome: Tensor) 
 
 
 def extend_input(
-    arena: RequestArena,
+    buffer: RequestBuffer,
     slots: Tensor,
     counts: Tensor,
     nodes: Tensor,
@@ -139,13 +139,13 @@ def extend_input(
         ends,
         last,
         roots,
-        arena.cells,
+        buffer.cells,
         slots,
         counts,
         by_rows(nodes),
-        arena.row_size,
-        arena.kv_column,
-        arena.length_column,
+        buffer.row_size,
+        buffer.kv_column,
+        buffer.length_column,
         padding_kv_slot,
         counts.stride(0),
         nodes.stride(0),

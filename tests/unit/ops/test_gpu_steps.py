@@ -104,7 +104,7 @@ def test_committed_tokens(seed: int, width: int, data: st.DataObject) -> None:
     tokens, nodes = torch.randint(0, 500, (2, 4, width))
     report = torch.zeros(4, 2 + 2 * width, dtype=torch.int64)
     outcome = VerifyOutput.of(counts, tokens, nodes).outcome
-    steps.commit(ours.arena, report, slots, outcome)
+    steps.commit(ours.buffer, report, slots, outcome)
     theirs.ops.append(slots, outcome)
     assert torch.equal(ours.num_tokens, theirs.num_tokens)
     assert torch.equal(ours.token_ids[:-1], theirs.token_ids[:-1])

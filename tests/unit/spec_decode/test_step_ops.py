@@ -73,7 +73,7 @@ def accept(ops: TorchStepOps, batch: VerifyInput) -> Any:
 def table(ops: TorchStepOps, batch: VerifyInput) -> Any:
     """The input of a step, of a draft head, and what a step commits."""
     made = random_table(batch.num_nodes[0], shortest=12)
-    rows, total = ops.table(made.arena), sum(batch.num_nodes)
+    rows, total = ops.table(made.buffer), sum(batch.num_nodes)
     count = len(batch.num_nodes)
     slots, starts = torch.arange(SLOTS).flip(0)[:count], made.num_tokens[:-1].long().flip(0)[:count] - 3
     known_tokens = torch.arange(count) % 3 + 1
@@ -81,7 +81,7 @@ def table(ops: TorchStepOps, batch: VerifyInput) -> Any:
     size = total + int((known_tokens - 1).sum())
     built = rows.build_step((slots, starts, known_tokens), tree, size, 20, batch.tree.tokens.shape[1] > 1)
     read = rows.extend_input(slots, starts, starts + known_tokens, int(known_tokens.sum()))
-    cells = rows.cells(slots, starts, made.arena.kv_column), *(rows.kv_slots(slots, at, 4) for at in (None, starts))
+    cells = rows.cells(slots, starts, made.buffer.kv_column), *(rows.kv_slots(slots, at, 4) for at in (None, starts))
     rows.append(slots, ops.verify(batch).outcome)
     return [*built[:-1], built[-1], *read, *cells, made.num_tokens[:-1], made.token_ids[:-1, :MAX_TOKENS]]
 

@@ -69,7 +69,7 @@ def flattened(rows: list[Case], collects_changes: bool = False) -> InputBatch:
     """`collects_changes`: the table is filled as on a GPU."""
     table = RequestTable(NUM_SLOTS, MAX_TOKENS, PAGE_SIZE, 100, CPU)
     if collects_changes:
-        table._host_arena = None
+        table._host_buffer = None
     entered = [NewRequest(row.slot, row.token_ids, 1, row.num_computed, row.blocks, OPTIONS, "") for row in rows]
     plan = StepPlan(1, [], entered, [ScheduledRequest(row.slot, row.num_tokens, UNLIMITED, []) for row in rows])
     step = ScheduledBatch.of(table, plan)
