@@ -117,7 +117,7 @@ def test_a_head_computes_what_is_read(read_lens: list[int], worker: Worker) -> N
     assert isinstance(worker.drafts, InlineDrafts)
     assert isinstance(worker.drafts.drafter, PredictionDrafter)
     drafter = worker.drafts.drafter.drafter
-    network, attention = drafter._head.network, drafter._attention  # type: ignore[attr-defined]
+    network, attention = drafter._head.network, drafter._kv.attention  # type: ignore[attr-defined]
     lens = [4, 4, 1, 7]
     slots = [[4 * request + 16 + place for place in range(length)] for request, length in enumerate(lens)]
     states = torch.randn(sum(lens), worker.model.shape.hidden_size, generator=torch.Generator().manual_seed(0))
