@@ -140,7 +140,7 @@ def test_a_request_takes_no_part_in_steps_after_its_last_token(
         last = next(place for place, token in enumerate(expected[0]) if token not in expected[0][:place] and place >= 3)
         short = replace(long, stop_token_ids=[expected[0][last]])
         backend = llm._executor.worker._backend
-        for name in ("begin", "follow"):
+        for name in ("begin", "begin_after"):
             monkeypatch.setattr(backend, name, partial(counted, getattr(backend, name)))
         first, second = (generation.choices[0] for generation in llm.generate(prompts, [short, long]))
         has_begun = method is None and kernels() is not None
