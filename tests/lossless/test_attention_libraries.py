@@ -97,6 +97,7 @@ def test_decode_steps_in_graphs_are_tritons(
 ) -> None:
     """The libraries plan on the host, which a graph would not repeat. Prompts stay theirs."""
     expected = [choice.token_ids for choice in generate(toy, PROMPTS, PARAMS)]
+    monkeypatch.setenv("SPECRAY_KERNELS", "torch")  # the CPU kernels have no graphs
     monkeypatch.setattr("specray.worker.startup.make_graphs", lambda *_: Graphs(RepeatedCall))
     options = METHODS["EAGLE3"](toy, tmp_path).model_dump() | CHAIN | {"draft_attention_backend": "torch"}
     speculative = SpeculativeConfig(**options)

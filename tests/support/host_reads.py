@@ -17,8 +17,9 @@ import specray
 
 PACKAGE = f"{Path(specray.__file__).parent}/"  # in whatever folder it has been cloned into
 
-# torch's attention on a CPU looks for contiguous KV there, where reading is free. It has no such code on a GPU.
-CPU_ONLY = "ops/attention_torch.py"
+# What runs on a CPU only, where reading is free: torch's attention looks for contiguous KV there, and the CPU kernels get
+# numbers.
+CPU_ONLY = ("ops/attention_torch.py", "ops/cpu/")
 _aten = torch.ops.aten
 _READING = {
     _aten._local_scalar_dense,
