@@ -17,8 +17,8 @@ import specray
 
 PACKAGE = f"{Path(specray.__file__).parent}/"  # in whatever folder it has been cloned into
 
-# What runs on a CPU only, where reading is free: torch's attention looks for contiguous KV there, and the CPU kernels get
-# numbers.
+# What runs on a CPU only, where reading is free: torch's attention looks for contiguous KV there, and the CPU kernels
+# get numbers.
 CPU_ONLY = ("ops/attention_torch.py", "ops/cpu/")
 _aten = torch.ops.aten
 _READING = {
