@@ -46,7 +46,8 @@ def test_the_speed_of_decode_steps_is_measured() -> None:
     for name, tokens_per_s, per_step in shown(found, ["variant", "tokens/s", "tokens a step"]):
         assert float(tokens_per_s) > 0
         assert (2 if chains[name] else 1) <= float(per_step) <= chains[name] + 1
-    assert [goal for (goal,) in shown(found, ["goal"]) if goal] == [">= 230 (missed)"]
+    [goal] = [goal for (goal,) in shown(found, ["goal"]) if goal]
+    assert goal in (">= 230", ">= 230 (missed)")  # the machine decides
     assert len(graphs) == 3
     assert all({kind for kind, *_ in each.replayed} >= {"forward", "verify"} for each in graphs)
     rows = [(cell.row, cell.column) for cell in found.cells]
