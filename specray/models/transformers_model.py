@@ -73,7 +73,7 @@ class TransformersModel(nn.Module):
         sinks, operations = self._trial()
         self.is_row_wise = computes_rows_alike(body, operations)
         self._pooled = [
-            _pooled(call, _own(of_layer, call, loader.group), max_positions)
+            _pooled(call, _local_sinks(of_layer, call, loader.group), max_positions)
             for call, of_layer in zip(calls, sinks, strict=True)
         ]
         self.layer_attention: Sequence[LayerAttention] | None = None if _are_default(self._pooled) else self._pooled
@@ -168,7 +168,7 @@ class _PooledAttention:
         return out.view(1, len(rows), call.num_heads, head_dim)[..., : call.v_dim].contiguous()
 
 
-def _own(sinks: Tensor | None, call: AttentionCall, group: RankGroup) -> Tensor | None:
+def _local_sinks(sinks: Tensor | None, call: AttentionCall, group: RankGroup) -> Tensor | None:
     """The sinks of this rank's heads."""
     if sinks is None or len(sinks) == call.num_heads:
         return sinks

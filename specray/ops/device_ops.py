@@ -1,7 +1,7 @@
 """The choice of a device's operations: the one place that asks on which device a computation runs.
 
-Whoever computes takes its operations from here when it is made (a layer, a request table), or where it gets tensors (a
-sampler), and then calls them by name. What they do says `TorchOps`, which the others are tested against.
+A layer or a request table asks for its operations once, when it is made; a sampler asks for those of its tensors.
+`TorchOps` defines what each operation computes, and the others are tested against it.
 """
 
 import os
