@@ -7,8 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from specray import __version__
-from specray.ops.cpu.processor import cpu_name
-from specray.ops.cpu.threads import num_threads
+from specray.ops.cpu.processor import cpu_name, num_threads
 
 PACKAGES = ("torch", "transformers", "ray")
 

@@ -11,7 +11,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from specray.bench.first_token import FirstToken
 from specray.bench.variants import TRANSFORMERS, BenchRequest, Run, TimedReply
-from specray.ops.cpu.threads import torch_threads
+from specray.ops.cpu.processor import torch_threads
 from specray.sampling_params import SamplingParams
 
 

@@ -1,4 +1,4 @@
-"""Sampling options of requests: per request on the host, and as tensors of a batch."""
+"""Sampling options of requests: per request on the host, and as tensors of a batch. Masks of grammars."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +12,7 @@ from torch import Tensor
 from specray.step import SamplingOptions
 
 GREEDY_BELOW = 1e-5  # smaller temperatures would overflow float32
+_MASK_BITS = 32  # of a word
 
 
 @dataclass(slots=True, eq=False)
@@ -173,3 +174,18 @@ class SamplingBatch:
     @property
     def min_p(self) -> Tensor:
         return self.columns.min_p
+
+
+class TokenMask(NamedTuple):
+    """The tokens that grammars allow at n rows of a step's logits; all are allowed at the others.
+
+    One bit a token, as llguidance packs them.
+    """
+
+    rows: Tensor  # int64 [n], on the host
+    bits: Tensor  # int32 [n, ceil(V / 32)], on the host: bit i of word j is set if token 32 * j + i is allowed
+
+
+def num_mask_words(vocab_size: int) -> int:
+    """Words of a row of a mask's bits."""
+    return -(-vocab_size // _MASK_BITS)

@@ -1,7 +1,11 @@
-"""Tensors of a step as kernels and torch's operations take them: the request table, trees that wait, largest logits."""
+"""Tensors of a step as kernels and torch's operations take them: requests, waiting trees, results, rows of any length.
+
+The outcome of a step, int64 [R, 2 + 2 * (D + 1)], is what it committed of R requests; see StepOutput.
+"""
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -36,3 +40,38 @@ class LargestLogits(NamedTuple):
     """The token of the largest logit of each of n rows, in place of the logits, for steps that need no more."""
 
     token_ids: Tensor  # int64 [n]; -1 where logits are not finite
+
+
+class RaggedIndex(NamedTuple):
+    """T elements of concatenated rows: element t is number `offsets[t]` of row `rows[t]`."""
+
+    rows: Tensor  # int64 [T]
+    offsets: Tensor  # int64 [T]
+
+    @classmethod
+    def of(cls, lengths: Tensor, total: int) -> "RaggedIndex":
+        """From the rows' `lengths` int64 [rows], whose sum `total` is known on the host."""
+        device = lengths.device
+        rows = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths, output_size=total)
+        starts = lengths.cumsum(0) - lengths
+        return cls(rows, torch.arange(total, device=device) - starts.index_select(0, rows))
+
+
+def num_kept(outcome: Tensor) -> Tensor:
+    """int64 [R], nodes whose KV is kept."""
+    return outcome[:, 0]
+
+
+def num_emitted(outcome: Tensor) -> Tensor:
+    """int64 [R], tokens."""
+    return outcome[:, 1]
+
+
+def tokens_of(outcome: Tensor) -> Tensor:
+    """int64 [R, D + 1]; undefined past `num_emitted`."""
+    return outcome[:, 2 : 1 + outcome.shape[1] // 2]
+
+
+def nodes_of(outcome: Tensor) -> Tensor:
+    """int64 [R, D + 1], the root first; undefined past `num_kept`."""
+    return outcome[:, 1 + outcome.shape[1] // 2 :]

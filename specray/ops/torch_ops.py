@@ -14,9 +14,8 @@ from specray.ops.filters import padded_scores, scores
 from specray.ops.grouped_weight import Weight
 from specray.ops.layer_attention import LayerAttention
 from specray.ops.noise import gumbel, noise_keys
-from specray.ops.outcome import nodes as nodes_of
-from specray.ops.outcome import num_kept
 from specray.ops.sampling_state import GREEDY_BELOW, SamplingBatch
+from specray.ops.step_tensors import nodes_of, num_kept
 from specray.ops.torch_matrix import Linear, TorchMatrix
 
 _BLOCK = 512  # logits per block of `argmax`; a vocabulary without a usable divisor takes torch's

@@ -12,7 +12,7 @@ from specray.config import SpeculativeConfig
 from specray.errors import ConfigError
 from specray.spec_decode.custom import check_attributes, check_custom, load_custom
 from specray.spec_decode.ngram_rules import NGRAM_OPTIONS, check_ngram, check_override
-from specray.spec_decode.tree_config import check_tree, check_tree_drafter
+from specray.spec_decode.tree_shape import check_tree, check_tree_drafter
 
 if TYPE_CHECKING:
     from specray.spec_decode.drafter import Drafter, TargetFiles, TargetView

@@ -44,10 +44,9 @@ from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import TargetFiles, TargetView
 from specray.spec_decode.fr_spec import configured_token_map
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
-from specray.spec_decode.tree_config import configured_shape
 from specray.spec_decode.tree_edits import replace_trees
 from specray.spec_decode.tree_growth import TreeGrower
-from specray.spec_decode.tree_shape import TreeShape
+from specray.spec_decode.tree_shape import TreeShape, configured_shape
 
 CATCH_UP_TOKENS = 512  # most tokens to compute in a step beyond those it added
 

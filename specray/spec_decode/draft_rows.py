@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specray.ops.attention import Attend, AttentionBackend, AttentionBatch
-from specray.ops.ragged_index import RaggedIndex
+from specray.ops.step_tensors import RaggedIndex
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 from specray.spec_decode.tree_noise import TreeNoise, tree_noise
 from specray.spec_decode.tree_shape import TreeShape

@@ -22,10 +22,9 @@ from specray.spec_decode.eagle_tree import CandidatePool
 from specray.spec_decode.fused_growth import FusedDrafts
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 from specray.spec_decode.request_table import RequestTable
-from specray.spec_decode.tree_config import check_width, configured_shape
 from specray.spec_decode.tree_growth import candidates, with_draft_probs
 from specray.spec_decode.tree_noise import TreeNoise
-from specray.spec_decode.tree_shape import TreeShape
+from specray.spec_decode.tree_shape import TreeShape, check_width, configured_shape
 from specray.spec_decode.written_slots import WrittenSlots
 
 

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from specray.layers.linear import VocabHead
-from specray.ops.sampling_state import SamplingBatch, SamplingState
+from specray.ops.sampling_state import SamplingBatch, SamplingState, TokenMask
 from specray.ops.shard_sampling import Choices, best_of, none_of, packed
-from specray.ops.token_mask import TokenMask
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.node_sampler import NodeSampler, coupled
 from specray.spec_decode.step_ops import step_ops

@@ -8,11 +8,17 @@ says `torch_step_ops`.
 from functools import cache
 
 import torch
+from torch import Tensor
 
+from specray.ops.cpu.library import Kernels
 from specray.ops.cpu.ops import CpuOps
+from specray.ops.cpu.sampling import walk, walk_chosen
+from specray.ops.cpu.steps import TableKernels, TreeKernels
 from specray.ops.device_ops import ops_on
-from specray.spec_decode.kernel_step_ops import KernelStepOps
-from specray.spec_decode.torch_step_ops import TorchStepOps
+from specray.ops.step_tensors import RequestBuffer
+from specray.spec_decode.draft_tree import DraftTree
+from specray.spec_decode.torch_step_ops import TableOps, TorchStepOps, TreeOps
+from specray.spec_decode.verify_batch import VerifyInput, VerifyOutput
 
 
 def step_ops(device: torch.device) -> TorchStepOps:
@@ -21,6 +27,31 @@ def step_ops(device: torch.device) -> TorchStepOps:
     if isinstance(ops, CpuOps):
         return _kernel_ops(ops.kernels)
     return _triton_ops() if ops.name == "triton" else _torch_ops(device)
+
+
+class KernelStepOps(TorchStepOps):
+    """By the CPU kernels."""
+
+    walks_sampled = False
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+
+    def table(self, buffer: RequestBuffer) -> TableOps:
+        return TableKernels(self._kernels, buffer)
+
+    def trees(self) -> TreeOps:
+        return TreeKernels(self._kernels)
+
+    def verify(self, inputs: VerifyInput) -> VerifyOutput:
+        tree = inputs.tree
+        parts = (tree.tokens, tree.parents, tree.num_nodes, tree.max_depth, inputs.sampling, inputs.lengths)
+        return VerifyOutput(walk(self._kernels, inputs.logits, *parts))
+
+    def verify_chosen(self, tokens: Tensor, tree: DraftTree) -> VerifyOutput:
+        return VerifyOutput(
+            walk_chosen(self._kernels, tokens, tree.tokens, tree.parents, tree.num_nodes, tree.max_depth)
+        )
 
 
 @cache

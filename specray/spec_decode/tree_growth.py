@@ -18,9 +18,8 @@ from specray.spec_decode.draft_rows import AttendLevel, DraftKV, DraftRows
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.eagle_tree import CandidatePool
 from specray.spec_decode.fused_growth import FusedDrafts
-from specray.spec_decode.tree_config import check_width
 from specray.spec_decode.tree_noise import TreeNoise
-from specray.spec_decode.tree_shape import TreeShape
+from specray.spec_decode.tree_shape import TreeShape, check_width
 
 
 class TreeModel(Protocol):

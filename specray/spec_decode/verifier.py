@@ -7,15 +7,21 @@ whose sampler depends on the drafts are walked depth by depth (`depth_walk`). So
 the kernels, where noise for unvisited nodes costs more than the depths.
 """
 
+import logging
 from collections.abc import Sequence
 
+from specray.config import SpeculativeConfig
 from specray.ops.device_ops import ops_on
-from specray.ops.sampling_state import SamplingState
-from specray.ops.token_mask import TokenMask
+from specray.ops.sampling_state import SamplingState, TokenMask
 from specray.spec_decode.depth_walk import walk_by_depth
 from specray.spec_decode.node_sampler import NodeSampler, PaddedSampler, coupled
+from specray.spec_decode.rejection import sample_by_rejection
+from specray.spec_decode.simulation import SimulatedAcceptance, rates_of
 from specray.spec_decode.step_ops import step_ops
+from specray.spec_decode.thresholds import ThresholdSampler
 from specray.spec_decode.verify_batch import VerifyInput, VerifyOutput, in_order
+
+logger = logging.getLogger(__name__)
 
 
 def verify(inputs: VerifyInput, sampler: NodeSampler = coupled, mask: TokenMask | None = None) -> VerifyOutput:
@@ -34,6 +40,21 @@ def verify(inputs: VerifyInput, sampler: NodeSampler = coupled, mask: TokenMask 
     others = sorted(set(range(len(states))) - set(walked))
     outputs = [ops.verify(inputs.select(others)), walk_by_depth(inputs.select(walked), sampler)]
     return in_order(outputs, others + walked)
+
+
+def make_sampler(config: SpeculativeConfig) -> NodeSampler:
+    """How verification chooses the tokens at a tree's nodes; a warning where that changes the output."""
+    if config.is_simulated:
+        rates = config.simulate_accept_rates or rates_of(config.simulate_accept_length or 1.0)
+        logger.warning("SIMULATED acceptance at rates %s by depth: the output is MEANINGLESS", rates)
+        return SimulatedAcceptance(rates)
+    if config.verification == "rejection":
+        return sample_by_rejection
+    if not config.is_lossy:
+        return coupled
+    single, acc = config.accept_threshold_single, config.accept_threshold_acc
+    logger.warning("accept_threshold_single=%s, accept_threshold_acc=%s: output is LOSSY where sampled", single, acc)
+    return ThresholdSampler(single, acc)
 
 
 def can_verify_padded(states: Sequence[SamplingState], sampler: NodeSampler) -> bool:

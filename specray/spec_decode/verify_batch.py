@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specray.ops import outcome as columns
+from specray.ops import step_tensors
 from specray.ops.sampling_state import SamplingBatch
 from specray.outputs import TokenLogprob
 from specray.spec_decode.draft_tree import DraftTree
@@ -35,17 +35,17 @@ class VerifyOutput(NamedTuple):
     @property
     def num_tokens(self) -> Tensor:
         """int64 [B]: accepted drafts and the bonus token; 0: the logits are not finite."""
-        return columns.num_kept(self.outcome)
+        return step_tensors.num_kept(self.outcome)
 
     @property
     def tokens(self) -> Tensor:
         """int64 [B, D + 1]: accepted drafts, then the bonus token; undefined past `num_tokens`."""
-        return columns.tokens(self.outcome)
+        return step_tensors.tokens_of(self.outcome)
 
     @property
     def nodes(self) -> Tensor:
         """int64 [B, D + 1]: accepted nodes, the root first; undefined past `num_tokens`."""
-        return columns.nodes(self.outcome)
+        return step_tensors.nodes_of(self.outcome)
 
 
 class VerifyInput(NamedTuple):

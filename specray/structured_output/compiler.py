@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from specray.errors import InvalidRequestError
 from specray.grammar import GRAMMAR_LIMIT_EXCEEDED, GrammarSpec, as_format
-from specray.ops.token_mask import num_words
+from specray.ops.sampling_state import num_mask_words
 from specray.structured_output.ebnf import lark_rules
 from specray.structured_output.regular_expressions import literal, rust_regex
 from specray.structured_output.schema import parts_by_place
@@ -49,7 +49,7 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """`vocab_size` is the width of the model's logits, which may exceed the tokenizer's vocabulary."""
-        self.num_words = num_words(vocab_size)  # of a row of bits
+        self.num_words = num_mask_words(vocab_size)  # of a row of bits
         self._end_tokens = frozenset(eos_token_ids)
         self._width = max(vocab_size, len(tokenizer))
         self._tokenizer = from_tokenizer(tokenizer, n_vocab=self._width, eos_token=list(eos_token_ids))
@@ -61,7 +61,7 @@ class GrammarCompiler:
         if _OLDER:
             raise InvalidRequestError(_OLDER, "grammar")
         rules = self._rules(spec)
-        compiled = CompiledGrammar(lambda: self._start(rules), self._end_tokens, num_words(self._width))
+        compiled = CompiledGrammar(lambda: self._start(rules), self._end_tokens, num_mask_words(self._width))
         if (matcher := compiled.start()).is_error():
             place = self._place_of_error(spec) if spec.kind == "json_schema" else ""
             raise InvalidRequestError(f"the {spec.kind} cannot be compiled{place}: {_reason(matcher)}", "grammar")

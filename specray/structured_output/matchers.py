@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specray.errors import InvalidRequestError
 from specray.grammar import GRAMMAR_LIMIT_EXCEEDED, NO_TOKEN_ALLOWED, GrammarSpec
-from specray.ops.token_mask import TokenMask
+from specray.ops.sampling_state import TokenMask
 from specray.spec_decode.draft_tree import DraftTree, TreeLists
 from specray.step import DraftLimit, RequestResult, ScheduledRequest, StepPlan
 from specray.structured_output.compilation import Compilation, GrammarTools

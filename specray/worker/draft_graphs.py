@@ -11,11 +11,10 @@ import numpy as np
 import torch
 
 from specray.ops.graphs import Graphs
-from specray.spec_decode.draft_tree import DraftTree
+from specray.spec_decode.draft_tree import DraftTree, TreeBuffers
 from specray.spec_decode.drafter import CompositeDrafter, DeviceDrafter, Drafter, device_drafter
 from specray.spec_decode.propose_context import ProposeContext
 from specray.spec_decode.request_table import RequestTable
-from specray.spec_decode.tree_buffers import TreeBuffers
 from specray.worker.buckets import draft_row_buckets
 from specray.worker.padded_rows import PaddedRows
 

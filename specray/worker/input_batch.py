@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from specray.ops.attention import AttentionBatch
-from specray.ops.ragged_index import RaggedIndex
-from specray.ops.token_mask import TokenMask
+from specray.ops.sampling_state import TokenMask
+from specray.ops.step_tensors import RaggedIndex
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.request_state import RequestState
 from specray.spec_decode.request_table import RequestTable

@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 
 from specray.ops.attention import recordable
-from specray.ops.ragged_index import RaggedIndex
-from specray.spec_decode.draft_tree import NONE, DraftTree
+from specray.ops.step_tensors import RaggedIndex
+from specray.spec_decode.draft_tree import NONE, DraftTree, TreeBuffers
 from specray.spec_decode.drafter import DeviceDrafter
 from specray.spec_decode.node_sampler import NodeSampler, PaddedSampler
 from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.shard_verifier import verify_padded_shards
 from specray.spec_decode.step_ops import step_ops
 from specray.spec_decode.torch_step_ops import TorchTable
-from specray.spec_decode.tree_buffers import TreeBuffers
 from specray.worker.buckets import Bucket
 from specray.worker.input_batch import StepBatch
 from specray.worker.model_runner import ModelRunner

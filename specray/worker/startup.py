@@ -13,8 +13,7 @@ from specray.models.compilation import compile_layers
 from specray.models.files import target_folder
 from specray.models.target_model import TargetModel
 from specray.models.tokenizer import eos_token_ids, load_tokenizer
-from specray.ops.cpu.processor import cpu_identity
-from specray.ops.cpu.threads import num_threads
+from specray.ops.cpu.processor import cpu_identity, num_threads
 from specray.ops.device_ops import ops_on
 from specray.ops.graphs import make_graphs
 from specray.ops.linear import fixed_order
@@ -24,8 +23,7 @@ from specray.spec_decode.inline_drafts import InlineDrafts
 from specray.spec_decode.no_drafts import NoDrafts
 from specray.spec_decode.node_sampler import NodeSampler
 from specray.spec_decode.request_table import RequestTable
-from specray.spec_decode.samplers import make_sampler
-from specray.spec_decode.verifier import is_padded
+from specray.spec_decode.verifier import is_padded, make_sampler
 from specray.structured_output.compilation import make_tools
 from specray.structured_output.matchers import GrammarTable
 from specray.worker.backend import StepBackend, make_backend

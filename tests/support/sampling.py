@@ -10,8 +10,7 @@ from torch import Tensor
 
 from specray.ops.noise import gumbel, noise_keys
 from specray.ops.sampling import sample
-from specray.ops.sampling_state import SamplingBatch, SamplingState
-from specray.ops.token_mask import TokenMask
+from specray.ops.sampling_state import SamplingBatch, SamplingState, TokenMask
 from specray.outputs import TokenLogprob
 from specray.spec_decode.draft_tree import DraftTree, TreeLists
 from specray.spec_decode.node_sampler import NodeSampler, coupled

@@ -1,6 +1,6 @@
 // The tensors of a step around its forward passes: what the model reads, what it committed, trees that wait.
 //
-// specray/spec_decode/step_ops.py says what each does, torch_step_ops.py does the same with torch's operations.
+// specray/spec_decode/torch_step_ops.py does the same with torch's operations.
 #pragma once
 
 #include <algorithm>

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from specray.ops.attention import AttentionBatch
 from specray.ops.cpu.library import Kernels
-from specray.ops.cpu.pointer import pointer
-from specray.ops.cpu.structs import FLOAT_TYPES, KV_TYPES, LayerAttentionStruct, PoolStruct, RequestsStruct
-from specray.ops.cpu.threads import num_threads
+from specray.ops.cpu.processor import num_threads
+from specray.ops.cpu.structs import FLOAT_TYPES, KV_TYPES, LayerAttentionStruct, PoolStruct, RequestsStruct, pointer
 from specray.ops.layer_attention import LayerAttention, complete_layers, layer_pools
 
 

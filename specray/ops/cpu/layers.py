@@ -9,9 +9,8 @@ from torch import Tensor
 
 from specray.ops.cpu.attention import PagedAttend
 from specray.ops.cpu.packed_layers import EmbedAndHead, PackedLayers
-from specray.ops.cpu.pointer import pointer
-from specray.ops.cpu.structs import FLOAT_TYPES, CaptureStruct, PassStruct, RequestBufferStruct, StepStruct
-from specray.ops.cpu.threads import num_threads
+from specray.ops.cpu.processor import num_threads
+from specray.ops.cpu.structs import FLOAT_TYPES, CaptureStruct, PassStruct, RequestBufferStruct, StepStruct, pointer
 from specray.ops.cpu.verification import Verification
 
 

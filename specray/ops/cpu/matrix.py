@@ -8,10 +8,9 @@ from torch import Tensor
 
 from specray.ops.cpu.library import Kernels
 from specray.ops.cpu.packing import pack
-from specray.ops.cpu.pointer import pointer
+from specray.ops.cpu.processor import num_threads
 from specray.ops.cpu.screen import Screen
-from specray.ops.cpu.structs import FLOAT_TYPES
-from specray.ops.cpu.threads import num_threads
+from specray.ops.cpu.structs import FLOAT_TYPES, pointer
 from specray.ops.grouped_weight import Weight
 
 

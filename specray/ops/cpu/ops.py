@@ -10,9 +10,8 @@ from specray.ops.cpu import sampling
 from specray.ops.cpu.attention import PagedAttention, commit_paths
 from specray.ops.cpu.library import Kernels
 from specray.ops.cpu.matrix import GatedMatrix, PackedMatrix
-from specray.ops.cpu.pointer import pointer
-from specray.ops.cpu.structs import FLOAT_TYPES
-from specray.ops.cpu.threads import use_kernel_threads
+from specray.ops.cpu.processor import use_kernel_threads
+from specray.ops.cpu.structs import FLOAT_TYPES, pointer
 from specray.ops.grouped_weight import Weight
 from specray.ops.layer_attention import LayerAttention
 from specray.ops.sampling_state import GREEDY_BELOW, SamplingBatch

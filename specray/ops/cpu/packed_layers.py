@@ -8,9 +8,8 @@ from torch import Tensor
 from specray.ops.cpu import structs
 from specray.ops.cpu.library import Kernels
 from specray.ops.cpu.matrix import GatedMatrix, PackedMatrix
-from specray.ops.cpu.pointer import pointer
 from specray.ops.cpu.screen import Screen
-from specray.ops.cpu.structs import FLOAT_TYPES, LayerStruct, SizesStruct
+from specray.ops.cpu.structs import FLOAT_TYPES, LayerStruct, SizesStruct, pointer
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,8 +8,7 @@ from torch import Tensor
 from specray.ops.cpu.layers import FusedLayers
 from specray.ops.cpu.library import Kernels
 from specray.ops.cpu.matrix import PackedMatrix
-from specray.ops.cpu.pointer import pointer
-from specray.ops.cpu.structs import FLOAT_TYPES, DraftNetworkStruct, MatrixStruct
+from specray.ops.cpu.structs import FLOAT_TYPES, DraftNetworkStruct, MatrixStruct, pointer
 from specray.ops.grouped_weight import Weight, to_int4
 
 

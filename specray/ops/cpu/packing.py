@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from specray.ops.cpu.library import Kernels
-from specray.ops.cpu.pointer import pointer
-from specray.ops.cpu.structs import FLOAT_TYPES, GROUP, MatrixStruct
+from specray.ops.cpu.structs import FLOAT_TYPES, GROUP, MatrixStruct, pointer
 from specray.ops.grouped_weight import GroupedWeight, Weight
 
 _CHUNK = 1024  # output channels packed at a time, a multiple of a block's

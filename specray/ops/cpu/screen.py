@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from specray.ops.cpu import structs
 from specray.ops.cpu.library import Kernels
 from specray.ops.cpu.packing import Packed, pack
-from specray.ops.cpu.pointer import pointer
+from specray.ops.cpu.structs import pointer
 from specray.ops.grouped_weight import GROUP, SMALLEST_HALF, GroupedWeight
 
 _Q8_ROUGH = 11  # `Kind` in matrix.h

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specray.ops.cpu import structs
 from specray.ops.cpu.library import Kernels
-from specray.ops.cpu.pointer import pointer
+from specray.ops.cpu.structs import pointer
 from specray.ops.step_tensors import RequestBuffer, TreesWanted, TreeTensors
 
 

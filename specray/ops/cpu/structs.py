@@ -1,14 +1,23 @@
-"""The constants and structs that the compiled kernels share with Python; their fields are explained in the headers."""
+"""The constants, structs and addresses that the compiled kernels share with Python; the headers explain the fields."""
 
 import ctypes
 from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
 from itertools import zip_longest
 
 import torch
+from torch import Tensor
 
 FLOAT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # `Kind` in matrix.h
 KV_TYPES = {**FLOAT_TYPES, torch.int8: 3}  # of `Pool` in kv_pool.h
 GROUP = 32  # activations that share a scale
+
+
+def pointer(tensor: Tensor | None) -> int | None:
+    """The address of a contiguous CPU tensor's data."""
+    if tensor is None:
+        return None
+    assert tensor.is_contiguous(), tensor.stride()
+    return tensor.data_ptr()
 
 
 class MatrixStruct(ctypes.Structure):

@@ -10,10 +10,9 @@ from torch import Tensor
 from specray.ops.attention import Attend
 from specray.ops.cpu.attention import PagedAttend, PagedAttention
 from specray.ops.cpu.packed_network import PackedNetwork
-from specray.ops.cpu.pointer import pointer
+from specray.ops.cpu.processor import num_threads
 from specray.ops.cpu.steps import TableKernels
-from specray.ops.cpu.structs import FLOAT_TYPES, CommittedStruct, GrowthStruct
-from specray.ops.cpu.threads import num_threads
+from specray.ops.cpu.structs import FLOAT_TYPES, CommittedStruct, GrowthStruct, pointer
 
 
 class TreeLimits(NamedTuple):

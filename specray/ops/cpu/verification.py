@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from specray.ops.cpu import structs
-from specray.ops.cpu.pointer import pointer
 from specray.ops.cpu.steps import TableKernels
+from specray.ops.cpu.structs import pointer
 from specray.ops.sampling_state import SamplingBatch
 
 

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from specray.ops.attention import AttentionBatch, PaddedBatch, pack_paths
 from specray.ops.gpu.attention_kernels import CHUNK, KEYS, attend_tiles, merge_chunks
-from specray.ops.gpu.early_start import starts_early
+from specray.ops.gpu.launches import num_processors, starts_early
 from specray.ops.gpu.layers import rotate_and_store
-from specray.ops.gpu.matrix import num_processors
 from specray.ops.layer_attention import LayerAttention, complete_layers, layer_pools
 
 # Of a tile of a prompt chunk. Tiles of 64 rows would use other tensor core instructions than those of decoding on

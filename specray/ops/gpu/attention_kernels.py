@@ -12,8 +12,7 @@ be computed by one program or shared among several (SPLIT); then `merge_chunks` 
 import triton
 import triton.language as tl
 
-from specray.ops.gpu.dot_kernels import dot
-from specray.ops.gpu.early_start_kernels import wait_for_kernels_before
+from specray.ops.gpu.shared_kernels import dot, wait_for_kernels_before
 
 KEYS = 64  # positions of a block
 CHUNK = 512  # positions of a chunk

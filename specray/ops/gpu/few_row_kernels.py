@@ -3,8 +3,7 @@
 import triton
 import triton.language as tl
 
-from specray.ops.gpu.dot_kernels import dot
-from specray.ops.gpu.early_start_kernels import wait_for_kernels_before
+from specray.ops.gpu.shared_kernels import dot, wait_for_kernels_before
 
 
 @triton.jit

@@ -7,9 +7,9 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from specray.ops.gpu.early_start import starts_early
 from specray.ops.gpu.few_row_kernels import multiply_few_rows
-from specray.ops.gpu.matrix import gated_units, num_processors
+from specray.ops.gpu.launches import num_processors, starts_early
+from specray.ops.gpu.matrix import gated_units
 
 MOST_ROWS = 8  # as many as the tensor cores' smallest tile has columns
 NEAR_BYTES = 1024  # of each row of a matrix that are brought near before the activations are there; 2048 are slower

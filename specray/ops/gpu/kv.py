@@ -4,8 +4,7 @@ import triton
 from torch import Tensor
 
 from specray.ops.gpu.tree_kernels import compact_path
-from specray.ops.outcome import nodes as nodes_of
-from specray.ops.outcome import num_kept
+from specray.ops.step_tensors import nodes_of, num_kept
 
 _BLOCK = 2048  # numbers of a program
 

@@ -6,7 +6,7 @@ Arithmetic is float32. A program has one token, or one head of it, so a token's 
 import triton
 import triton.language as tl
 
-from specray.ops.gpu.early_start_kernels import wait_for_kernels_before
+from specray.ops.gpu.shared_kernels import wait_for_kernels_before
 
 
 @triton.jit

@@ -4,7 +4,7 @@ import torch
 import triton
 from torch import Tensor
 
-from specray.ops.gpu.early_start import starts_early
+from specray.ops.gpu.launches import starts_early
 from specray.ops.gpu.layer_kernels import (
     gather_angles,
     join_rows,

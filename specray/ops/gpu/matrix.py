@@ -7,6 +7,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
+from specray.ops.gpu.launches import num_processors
 from specray.ops.gpu.layers import silu_and_mul
 from specray.ops.gpu.matrix_kernels import multiply_rows
 
@@ -70,8 +71,3 @@ def tile_columns(outs: int, processors: int) -> int:
     """Columns of a tile. They depend on the matrix alone, so that all its products are computed alike."""
     narrow, wide = COLUMNS
     return wide if outs >= wide * processors else narrow
-
-
-def num_processors(device: torch.device) -> int:
-    """Of a GPU; 1 in the interpreter."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

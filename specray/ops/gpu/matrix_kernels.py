@@ -8,7 +8,7 @@ mixture of experts, rows are grouped by expert in blocks of ROWS, which `specray
 import triton
 import triton.language as tl
 
-from specray.ops.gpu.dot_kernels import products
+from specray.ops.gpu.shared_kernels import products
 
 
 @triton.jit

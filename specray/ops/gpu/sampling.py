@@ -9,9 +9,9 @@ import torch
 import triton
 from torch import Tensor
 
+from specray.ops.gpu.launches import alike, by_rows
 from specray.ops.gpu.noise_kernels import position_keys
 from specray.ops.gpu.sampling_kernels import add_noise, choose_among_blocks, choose_in_blocks, find_lowest
-from specray.ops.gpu.strides import alike, by_rows
 from specray.ops.gpu.tree_kernels import walk_tree
 from specray.ops.sampling_state import SamplingBatch
 from specray.ops.shard_sampling import Choices

@@ -7,6 +7,7 @@ import triton
 from torch import Tensor
 
 from specray.ops.attention import PaddedBatch
+from specray.ops.gpu.launches import alike, by_rows
 from specray.ops.gpu.step_kernels import (
     build_extend,
     build_trees,
@@ -16,7 +17,6 @@ from specray.ops.gpu.step_kernels import (
     put_trees,
     take_trees,
 )
-from specray.ops.gpu.strides import alike, by_rows
 from specray.ops.step_tensors import RequestBuffer, TreesWanted, TreeTensors
 
 _BLOCK = 128  # cells of a program

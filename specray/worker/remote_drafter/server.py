@@ -27,9 +27,8 @@ from specray.ops.linear import fixed_order
 from specray.spec_decode import make_drafter
 from specray.spec_decode.drafter import Drafter, DraftFaultError, TargetView, composite_of, device_drafter
 from specray.spec_decode.request_table import RequestTable
-from specray.spec_decode.samplers import make_sampler
 from specray.spec_decode.tree_edits import limited
-from specray.spec_decode.verifier import is_padded
+from specray.spec_decode.verifier import is_padded, make_sampler
 from specray.worker.draft_graphs import DraftGraphs, graphs_of_members
 from specray.worker.loading import choose_device
 from specray.worker.remote_drafter.device_ring import DeviceRing

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from specray.ops import sampling
+from specray.ops.cpu import processor
 from specray.ops.cpu import sampling as cpu_sampling
-from specray.ops.cpu import threads
 from specray.ops.cpu.library import Kernels, kernels
 from specray.ops.cpu.matrix import GatedMatrix, PackedMatrix
 from specray.ops.cpu.ops import CpuOps
-from specray.ops.cpu.pointer import pointer
-from specray.ops.cpu.structs import check_layouts, layouts
+from specray.ops.cpu.structs import check_layouts, layouts, pointer
 from specray.ops.grouped_weight import GroupedWeight, Weight, concatenated, to_int4, to_int8
 from specray.ops.noise import gumbel, noise_keys
 from specray.ops.sampling_state import SamplingBatch, SamplingState
@@ -49,7 +48,7 @@ def own() -> Kernels:
 @pytest.fixture(params=[1, 2, 3])
 def num_threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     count: int = request.param
-    monkeypatch.setattr(threads, "_count", count)
+    monkeypatch.setattr(processor, "_count", count)
     return count
 
 
@@ -82,7 +81,7 @@ def test_a_row_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(
 ) -> None:
     matrix, x = PackedMatrix(own, WEIGHTS[kind](random(100, 96))), random(40, 96)
     together = matrix(x)
-    monkeypatch.setattr(threads, "_count", 1)
+    monkeypatch.setattr(processor, "_count", 1)
     for first in range(40):
         for count in (1, 2, 3, 5, 8, 13, 14, 15, 29):
             assert torch.equal(matrix(x[first : first + count]), together[first : first + count]), (first, count)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from specray.ops.device_ops import ops_on
-from specray.ops.token_mask import num_words
+from specray.ops.sampling_state import num_mask_words
 from tests.support.sampling import mask_of
 
 
@@ -22,6 +22,6 @@ def test_forbidden_tokens_are_minus_infinity(
     rows, expected = [6, 0, 2, 3, 5], logits.clone()
     expected[rows] = expected[rows].masked_fill(~allowed, -torch.inf)
     mask = mask_of(allowed, rows)
-    assert mask.bits.shape == (5, num_words(vocab_size))
+    assert mask.bits.shape == (5, num_mask_words(vocab_size))
     ops_on(logits.device).forbid(logits, *mask)
     assert torch.equal(logits, expected)

@@ -10,8 +10,8 @@ from specray.config import SpeculativeConfig
 from specray.errors import ConfigError
 from specray.sampling_params import SamplingParams
 from specray.spec_decode.node_sampler import coupled
-from specray.spec_decode.samplers import make_sampler
 from specray.spec_decode.simulation import rates_of
+from specray.spec_decode.verifier import make_sampler
 from tests.support.engine import make_llm
 from tests.support.graph_stand_in import recorded_graphs
 from tests.support.methods import METHODS

@@ -18,9 +18,8 @@ from specray.ops.cpu.library import kernels
 from specray.ops.sampling_state import SamplingBatch
 from specray.ops.shard_sampling import Choices
 from specray.spec_decode.draft_tree import NONE, DraftTree
-from specray.spec_decode.kernel_step_ops import KernelStepOps
 from specray.spec_decode.node_sampler import coupled
-from specray.spec_decode.step_ops import step_ops
+from specray.spec_decode.step_ops import KernelStepOps, step_ops
 from specray.spec_decode.torch_step_ops import TorchStepOps
 from specray.spec_decode.verify_batch import VerifyInput
 from tests.support.distributions import OPTIONS

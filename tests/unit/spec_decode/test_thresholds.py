@@ -12,8 +12,8 @@ from specray.ops.noise import uniform
 from specray.sampling_params import SamplingParams
 from specray.spec_decode.draft_tree import NONE, TreeLists
 from specray.spec_decode.node_sampler import NodeSampler, coupled
-from specray.spec_decode.samplers import make_sampler
 from specray.spec_decode.thresholds import ThresholdSampler
+from specray.spec_decode.verifier import make_sampler
 from tests.support.distributions import MAX_Z, OPTIONS, worst_z
 from tests.support.engine import make_llm
 from tests.support.sampling import state_of, verify_rows

@@ -10,7 +10,7 @@ from torch import Tensor
 from specray.config import EngineConfig
 from specray.models.target_model import BEFORE_FINAL_NORM
 from specray.ops.attention import AttentionBatch
-from specray.ops.cpu import threads
+from specray.ops.cpu import processor
 from specray.ops.cpu.library import kernels
 from specray.spec_decode.draft_tree import NONE, DraftTree, TreeLists
 from specray.spec_decode.inline_drafts import InlineDrafts
@@ -56,7 +56,7 @@ def types(request: pytest.FixtureRequest) -> dict[str, str]:
 def worker(
     request: pytest.FixtureRequest, types: dict[str, str], toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Worker:
-    monkeypatch.setattr(threads, "_SMALL", 0)  # the toy model's weights are small enough for one thread
+    monkeypatch.setattr(processor, "_SMALL", 0)  # the toy model's weights are small enough for one thread
     options: dict[str, Any] = {"device": "cpu", "page_size": 4, "max_total_tokens": 128, **types}
     speculative = eagle(3, draft_vocab_size=40)(toy, tmp_path)
     config = EngineConfig(model=str(toy), num_threads=request.param, speculative=speculative, **options)

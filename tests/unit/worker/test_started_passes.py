@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from specray.config import EngineConfig
-from specray.ops.cpu import threads
+from specray.ops.cpu import processor
 from specray.ops.cpu.library import kernels
 from specray.step import UNLIMITED, NewRequest, RequestResult, ScheduledRequest, StepPlan
 from specray.worker.startup import start_worker
@@ -29,7 +29,7 @@ PROMPTS = [[0, 9, 8, 7, 6, 5, 4, 9, 8], [5, 6, 7]]
 
 @pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])
 def num_threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(threads, "_SMALL", 0)  # the toy model's weights are small enough for one thread
+    monkeypatch.setattr(processor, "_SMALL", 0)  # the toy model's weights are small enough for one thread
     count: int = request.param
     return count
 
@@ -210,7 +210,7 @@ def end_while_a_pass_runs() -> None:
 
 
 def start_pass_on_two_threads() -> Worker:
-    threads._SMALL = 0
+    processor._SMALL = 0
     worker = make_worker(Path(os.environ["TOY"]), 2)
     worker.begin(first_step(PROMPTS[0]))
     return worker

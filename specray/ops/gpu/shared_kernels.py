@@ -1,10 +1,22 @@
-"""The product of two tiles, and of rows with rows, as all Triton kernels compute them."""
+"""Functions of all Triton kernels: how one waits that may have started early, and products of tiles and of rows."""
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # Triton's interpreter multiplies bfloat16 as if its bits were integers.
 _WIDENS: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def wait_for_kernels_before(EARLY: tl.constexpr):
+    """Wait until all kernels before have ended; see `launches.starts_early`.
+
+    Only then may the next one start: it has to wait for this one alone.
+    """
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit
