@@ -92,12 +92,19 @@ def computes_gated_units(module: nn.Module) -> bool:
 
 
 def as_rms_norm(module: nn.Module) -> RMSNorm | None:
-    """The kernel's norm that computes what `module` does; None if it is another function. It is tried out."""
+    """The kernel's norm that computes what `module` does; None if it is another function, or has no kernel."""
     weight = module._parameters.get("weight")
-    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if not type(module).__name__.endswith("RMSNorm") or weight is None or weight.dim() != 1 or not eps:
+    if weight is None or not ops_on(weight.device).has_norm_kernel or (shift := weight_shift(module)) is None:
         return None
-    if not ops_on(weight.device).has_norm_kernel or len(module._parameters) != 1:
+    return RMSNorm(shifted(weight.data, shift), _eps(module))
+
+
+def weight_shift(module: nn.Module) -> float | None:
+    """What a root-mean-square norm adds to its weight; None if it is another function. It is tried out."""
+    weight = module._parameters.get("weight")
+    if not type(module).__name__.endswith("RMSNorm") or weight is None or weight.dim() != 1 or not _eps(module):
+        return None
+    if len(module._parameters) != 1:
         return None
     trial, size = copy(module), (len(weight),)
     tried = torch.linspace(-1.0, 2.0, *size)
@@ -106,9 +113,19 @@ def as_rms_norm(module: nn.Module) -> RMSNorm | None:
     with torch.no_grad():
         result = trial(x)
     for shift in (0.0, 1.0):  # Gemma's weights are differences from 1
-        if torch.allclose(result, F.rms_norm(x, size, tried + shift, eps), rtol=1e-5, atol=1e-5):
-            return RMSNorm(weight.data.float().add(shift).to(weight.dtype) if shift else weight.data, eps)
+        if torch.allclose(result, F.rms_norm(x, size, tried + shift, _eps(module)), rtol=1e-5, atol=1e-5):
+            return shift
     return None
+
+
+def shifted(weight: Tensor, shift: float) -> Tensor:
+    """The weight of a norm that adds nothing to it, of the same type."""
+    return weight.float().add(shift).to(weight.dtype) if shift else weight
+
+
+def _eps(module: Any) -> float:
+    eps: float | None = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    return eps or 0.0
 
 
 class FlatAttention(nn.Module):

@@ -73,7 +73,7 @@ class TransformersModel(nn.Module):
         sinks, operations = self._trial()
         self.is_row_wise = computes_rows_alike(body, operations)
         self._pooled = [
-            _pooled(call, _local_sinks(of_layer, call, loader.group), max_positions)
+            pooled(call, _local_sinks(of_layer, call, loader.group), max_positions)
             for call, of_layer in zip(calls, sinks, strict=True)
         ]
         self.layer_attention: Sequence[LayerAttention] | None = None if _are_default(self._pooled) else self._pooled
@@ -83,7 +83,7 @@ class TransformersModel(nn.Module):
     ) -> tuple[Tensor, list[Tensor]]:
         """See TargetModel."""
         self._streams.start(aux_hidden_state_layers)
-        final = self._decode(token_ids, positions, _PooledAttention(attend, self._pooled))
+        final = self._decode(token_ids, positions, PooledAttention(attend, self._pooled))
         states = self._streams.taken | {self.shape.num_layers: final}
         return final, [states[index] for index in aux_hidden_state_layers]
 
@@ -105,25 +105,15 @@ class TransformersModel(nn.Module):
     @torch.no_grad()
     def _without_attention(self, token_ids: list[int]) -> tuple[list[Tensor | None], Tensor]:
         """(each layer's sinks, final hidden states [T, hidden]) if every token saw nothing but itself."""
-        sinks: list[Tensor | None] = []
-
-        def attention(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:  # noqa: ARG001
-            sinks.append(call.sinks)
-            return v.repeat_interleave(call.num_heads // call.num_kv_heads, 1).transpose(1, 2).contiguous()
-
         self._streams.start(())
+        attention = OwnValues()
         ids = torch.tensor(token_ids, device=self.embedding.weight.device)
-        return sinks, self._decode(ids, torch.arange(len(ids), device=ids.device), attention)
+        final = self._decode(ids, torch.arange(len(ids), device=ids.device), attention)
+        return attention.sinks, final
 
     def _decode(self, token_ids: Tensor, positions: Tensor, attention: AttentionFunction) -> Tensor:
         """The final hidden states [T, hidden] of int64 [T]."""
-        mask = torch.empty(UNUSED_MASK_SHAPE, device=token_ids.device)
-        with computing(attention, _mix):
-            out = self._body(
-                input_ids=token_ids[None], position_ids=positions[None], attention_mask=mask, use_cache=False
-            )
-        final: Tensor = out[0][0]
-        return final
+        return decode(self._body, positions, attention, input_ids=token_ids[None])
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """float32 [n, vocab] from final hidden states [n, hidden]."""
@@ -148,12 +138,33 @@ class TransformersModel(nn.Module):
         return self.with_logits
 
 
-class _PooledAttention:
-    """The attention of one pass: layer after layer, with keys and values in the KV pool."""
+def decode(body: nn.Module, positions: Tensor, attention: AttentionFunction, **inputs: Tensor) -> Tensor:
+    """The output [T, hidden] of a decoder for `inputs` [1, T, ...], token ids or embeddings, at int64 positions [T]."""
+    mask = torch.empty(UNUSED_MASK_SHAPE, device=positions.device)
+    with computing(attention, _mix):
+        out = body(position_ids=positions[None], attention_mask=mask, use_cache=False, **inputs)
+    final: Tensor = out[0][0]
+    return final
 
-    def __init__(self, attend: Attend, layers: Sequence[LayerAttention]) -> None:
+
+class OwnValues:
+    """Attention in which every token sees nothing but itself. `sinks` are those that the layers pass, in order."""
+
+    def __init__(self) -> None:
+        self.sinks: list[Tensor | None] = []
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:  # noqa: ARG002
+        self.sinks.append(call.sinks)
+        return v.repeat_interleave(call.num_heads // call.num_kv_heads, 1).transpose(1, 2).contiguous()
+
+
+class PooledAttention:
+    """The attention of one pass: layer after layer from `first_layer` of the KV pool on, which has keys and values."""
+
+    def __init__(self, attend: Attend, layers: Sequence[LayerAttention], first_layer: int = 0) -> None:
         self._attend = attend
         self._layers = layers
+        self._first_layer = first_layer
         self._layer = 0
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
@@ -163,7 +174,7 @@ class _PooledAttention:
             kv = torch.stack((keys, values), 1)
         else:
             rows, kv = F.pad(rows, (0, head_dim - call.qk_dim)), pack_kv(keys, values, head_dim)
-        out = self._attend(self._layer, rows.contiguous(), kv)
+        out = self._attend(self._first_layer + self._layer, rows.contiguous(), kv)
         self._layer += 1
         return out.view(1, len(rows), call.num_heads, head_dim)[..., : call.v_dim].contiguous()
 
@@ -175,7 +186,7 @@ def _local_sinks(sinks: Tensor | None, call: AttentionCall, group: RankGroup) ->
     return sinks.narrow(0, group.rank * call.num_heads, call.num_heads)
 
 
-def _pooled(call: AttentionCall, sinks: Tensor | None, max_positions: int) -> LayerAttention:
+def pooled(call: AttentionCall, sinks: Tensor | None, max_positions: int) -> LayerAttention:
     """How the kernels compute a layer: its keys and values have one size, the larger one's."""
     window = call.window if call.window is not None and call.window < max_positions else None
     head_dim = max(call.qk_dim, call.v_dim)

@@ -5,7 +5,7 @@ stored one by one. As soon as a module has its weights, it is packed: no more th
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -57,14 +57,14 @@ def load_weights(model: Any, loader: Loader, split: Split, calls: Sequence[Atten
     embedding = _name_of(model, model.get_input_embeddings())
     output = _name_of(model, model.get_output_embeddings())
     stored: dict[str, str] = {}
-    filling = _Filling(model, loader, output, split, calls)
-    for name, value in _converted(model, loader, set(model.state_dict())):
+    filling = _Filling(model, loader, {output}, split, calls)
+    for name, value in _converted(model, loader, {name: name for name in loader.names()}):
         if isinstance(value, str):
             stored[name] = value
-        if name.rpartition(".")[0] != output:
-            filling.set(name, value)
+        filling.set(name, value)
     names = StoredNames(*(stored.get(name) for name in (f"{embedding}.weight", f"{output}.weight", f"{output}.bias")))
-    filling.finish()
+    if missing := filling.missing():
+        raise _incomplete(loader, type(model).__name__, missing)
     if names.output is None and not model.config.tie_word_embeddings:
         raise ConfigError(
             f"{loader.folder}: tie_word_embeddings=false in config.json, but the checkpoint has no tensor "
@@ -72,6 +72,29 @@ def load_weights(model: Any, loader: Loader, split: Split, calls: Sequence[Atten
             "embedding"
         )
     return names
+
+
+def load_first_layer(model: Any, loader: Loader, prefix: str, parts: Mapping[str, str], call: AttentionCall) -> None:
+    """Fill the only decoder layer of a skeleton, and replace its linears and experts; the rest stays empty.
+
+    The layer's tensors are `prefix`* in the checkpoint: the values of `parts`, whose keys are the names that they would
+    have in one of the target's own layers, behind the layer's number. ConfigError if one is missing.
+    """
+    _make_buffers(model, loader.device)
+    first = f"{model.base_model_prefix}.layers.0."
+    outside = {name for name, _ in model.named_modules() if not f"{name}.".startswith(first)}
+    filling = _Filling(model, loader, outside, Split({}, set()), [call])
+    for name, value in _converted(model, loader, {first + part: stored for part, stored in parts.items()}):
+        filling.set(name, value)
+    if missing := filling.missing():
+        raise _incomplete(loader, "an MTP layer", [name.replace(first, prefix) for name in missing])
+
+
+def _incomplete(loader: Loader, whole: str, missing: Sequence[str]) -> ConfigError:
+    return ConfigError(
+        f"the checkpoint in {loader.folder} lacks {len(missing)} tensors of {whole}: {first_of(missing)}; the files "
+        "are incomplete, or their names are those of another implementation"
+    )
 
 
 def _name_of(model: Any, wanted: nn.Module) -> str:
@@ -96,24 +119,27 @@ def _make_buffers(model: Any, device: torch.device) -> None:
             module._buffers[key] = module._buffers[key].to(device)
 
 
-def _converted(model: Any, loader: Loader, wanted: set[str]) -> Iterator[tuple[str, Any]]:
-    """(name of a parameter, its tensor, or the name of the stored tensor that it is)."""
+def _converted(model: Any, loader: Loader, names: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
+    """(name of a parameter, its tensor, or the name of the stored tensor that it is).
+
+    `names` are the stored tensors, by the names that they have in a checkpoint of this model.
+    """
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
     state = model.state_dict()
     collected: dict[str, WeightConverter] = {}
-    for stored in sorted(loader.names(), key=dot_natural_key):
-        name, pattern = _renamed(stored, renamings, converters, model.base_model_prefix, state)
-        if name not in wanted:
+    for usual in sorted(names, key=dot_natural_key):
+        name, pattern = _renamed(usual, renamings, converters, model.base_model_prefix, state)
+        if name not in state:
             continue
         if pattern is None:
-            yield name, stored
+            yield name, names[usual]
             continue
         converter = collected.setdefault(name, deepcopy(by_pattern[pattern]))
-        read: Any = partial(loader.any_shape, stored)  # a call is taken in place of a Future
-        converter.add_tensor(name, stored, pattern, read)
+        read: Any = partial(loader.any_shape, names[usual])  # a call is taken in place of a Future
+        converter.add_tensor(name, usual, pattern, read)
     for name, converter in collected.items():
         for target, value in converter.convert(name, model=model, config=model.config).items():
             yield target, value[0] if isinstance(value, list) else value
@@ -137,12 +163,15 @@ def _renamed(
 class _Filling:
     """Puts tensors into a model, and packs each module that is complete."""
 
-    def __init__(self, model: Any, loader: Loader, output: str, split: Split, calls: Sequence[AttentionCall]) -> None:
-        """Everything but the module named `output`."""
+    def __init__(
+        self, model: Any, loader: Loader, empty: Collection[str], split: Split, calls: Sequence[AttentionCall]
+    ) -> None:
+        """All modules but those of the paths `empty`, which keep no tensor of their own."""
         self._split = split
         self._model = model
         self._loader = loader
-        self._missing = {name for name, _ in _own_tensors(model) if name.rpartition(".")[0] != output}
+        self._empty = empty
+        self._missing = {name for name, _ in _own_tensors(model) if name.rpartition(".")[0] not in empty}
         self._float32 = _kept_in_float32(model, loader.dtype)
         self._gated = {path for path, module in model.named_modules() if computes_gated_units(module)}
         self._attention = _rotary_attention(model, calls)
@@ -151,6 +180,8 @@ class _Filling:
     def set(self, name: str, value: str | Tensor) -> None:
         """Parameter or buffer `name`: a tensor, or the name of a stored one."""
         path, _, key = name.rpartition(".")
+        if path in self._empty:
+            return
         module = self._model.get_submodule(path)
         if type(module) in (nn.Linear, Conv1D):
             self._packed.setdefault(path, {})[key] = self._linear_part(module, name, value)
@@ -164,14 +195,9 @@ class _Filling:
         self._missing.discard(name)
         self._pack(path, module)
 
-    def finish(self) -> None:
-        """ConfigError if a tensor is missing."""
-        if missing := sorted(self._missing):
-            raise ConfigError(
-                f"the checkpoint in {self._loader.folder} lacks {len(missing)} tensors of "
-                f"{type(self._model).__name__}: {first_of(missing)}; the files are incomplete, or their names are "
-                "those of another implementation"
-            )
+    def missing(self) -> list[str]:
+        """Tensors that were not set."""
+        return sorted(self._missing)
 
     def _pack(self, path: str, module: nn.Module) -> None:
         if any(f"{path}.{key}" in self._missing for key in (*module._parameters, *module._buffers)):

@@ -1,5 +1,6 @@
 """Parts shared by drafters with a model: data types, the target's matrices, and scratch KV slots."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -32,7 +33,7 @@ class HeadKV(Protocol):
     def head_dim(self) -> int: ...
 
     @property
-    def window(self) -> int | None: ...
+    def layer_attention(self) -> Sequence[LayerAttention] | None: ...
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -47,8 +48,7 @@ def scratch_slots(target: TargetView, per_row: int) -> Tensor:
 def head_attention(head: HeadKV, num_slots: int, target: TargetView) -> AttentionBackend:
     """Attention over a new KV pool of a draft head."""
     pool = make_pool(head.num_layers, num_slots, head.num_kv_heads, head.head_dim, head.dtype, target.device)
-    layers = [LayerAttention(window=head.window)] * head.num_layers
-    return make_backend(target.attention_backend, pool, head.num_heads, layers=layers)
+    return make_backend(target.attention_backend, pool, head.num_heads, layers=head.layer_attention)
 
 
 def head_kv(head: HeadKV, shape: TreeShape, target: TargetView, num_layers: int = 1) -> DraftKV:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from specray.models.heads import eagle2, eagle3, mtp
 from specray.models.heads.eagle_files import HeadConfig, TensorNames, common_settings, head_shape
+from specray.models.heads.mtp_layouts import MIMO
 from specray.models.llama_shape import LlamaShape
 from specray.models.loading import HEAD
 from specray.train.attention import ChainAttention
@@ -160,8 +161,8 @@ class TrainedMtpHead(TrainedHead):
     def __init__(self, shape: LlamaShape, draft_ids: Tensor, target: Target) -> None:
         config = common_settings(shape, target.config) | mtp.trained_settings(target.shape.num_layers)
         shape = replace(shape, num_layers=1, qkv_bias=True, output_bias=False, qk_norm=False)  # MiMo's
-        super().__init__(config, shape, draft_ids, mtp.MIMO.prefix(mtp.TRAINED))
-        self.network = mtp.MtpLayer(mtp.MIMO, mtp.TRAINED, TrainedParts(self, shape, target.rotary))
+        super().__init__(config, shape, draft_ids, MIMO.prefix(mtp.TRAINED))
+        self.network = mtp.MtpLayer(MIMO, mtp.TRAINED, TrainedParts(self, shape, target.rotary))
 
     @property
     def fc(self) -> nn.Linear:  # type: ignore[override]

@@ -206,7 +206,7 @@ def write_decoder(name: str, folder: Path, seed: int = 5) -> PreTrainedModel:
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(decoder_config(name), attn_implementation="eager").float().eval()
     for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.is_floating_point() and key not in _computed_buffers(model):
+        if tensor.is_floating_point() and key not in computed_buffers(model):
             spread(key, tensor)
     model.tie_weights()
     model.save_pretrained(folder)
@@ -214,7 +214,7 @@ def write_decoder(name: str, folder: Path, seed: int = 5) -> PreTrainedModel:
     return model
 
 
-def _computed_buffers(model: PreTrainedModel) -> set[str]:
+def computed_buffers(model: PreTrainedModel) -> set[str]:
     """Those that no checkpoint has, such as rotary frequencies."""
     return {
         f"{path}.{key}" if path else key

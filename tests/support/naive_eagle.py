@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from specray.models.heads.eagle3 import ParallelHead
 from specray.models.heads.served import EagleHead
 from specray.models.llama import Llama
+from specray.ops.layer_attention import LayerAttention
 from specray.ops.noise import gumbel, noise_keys
 from specray.ops.sampling_state import GREEDY_BELOW
 from specray.spec_decode.draft_model import DraftModel
@@ -155,7 +155,8 @@ class NaiveDraft(NaiveTree):
 
     def _record_kv_and_attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
         self._last_kv = kv.clone()
-        return attend_to_the_past(layer, q, kv, self._head.window)
+        layers = self._head.layer_attention
+        return attend_to_the_past(layer, q, kv, layers[layer] if layers else LayerAttention())
 
 
 class NaiveParallel(NaiveDraft):
@@ -192,9 +193,12 @@ class NaiveStandalone(NaiveTree):
         return attend_to_the_past(layer, q, kv)
 
 
-def attend_to_the_past(layer: int, q: Tensor, kv: Tensor, window: int | None = None) -> Tensor:  # noqa: ARG001
-    """Causal attention without a cache, to the last `window` positions."""
-    k, v = kv.transpose(0, 1).transpose(1, 2)[:, None]
-    mask = torch.ones(len(q), len(q), dtype=torch.bool).tril().triu(-len(q) if window is None else 1 - window)
-    out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], k, v, mask, enable_gqa=True)
-    return out[0].transpose(0, 1).flatten(1)
+def attend_to_the_past(layer: int, q: Tensor, kv: Tensor, how: LayerAttention = LayerAttention()) -> Tensor:  # noqa: ARG001, B008
+    """Causal attention without a cache, by softmax over all earlier positions in the window."""
+    k, v = (part.repeat_interleave(q.shape[1] // kv.shape[2], 1).transpose(0, 1) for part in kv.unbind(1))
+    scores = q.transpose(0, 1) @ k.transpose(1, 2) * (how.scale or q.shape[-1] ** -0.5)
+    seen = torch.ones(len(q), len(q), dtype=torch.bool).tril().triu(-len(q) if how.window is None else 1 - how.window)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if how.sinks is not None:
+        scores = torch.cat((scores, how.sinks.view(-1, 1, 1).expand(-1, len(q), 1)), -1)
+    return (scores.softmax(-1)[..., : len(q)] @ v).transpose(0, 1).flatten(1)

@@ -18,6 +18,7 @@ from specray.models.llama_shape import LlamaShape
 from specray.models.loading import Loader
 from specray.models.target_matrices import TargetMatrices
 from specray.ops.attention import Attend
+from specray.ops.layer_attention import LayerAttention
 
 
 def trained_settings(bias: bool) -> dict[str, Any]:
@@ -66,7 +67,7 @@ class Eagle2Head(EagleHead):
         output = shared.head(token_map, full_output(shape, loader, names))
         embedding = load_embedding(shape, loader, names, shared)
         super().__init__(shape, shared, (shared.shape.num_layers,), token_map, embedding, output)
-        self.window = config.window
+        self.layer_attention = [LayerAttention(window=config.window)] * shape.num_layers
         rotary = load_rotary(config, shape, loader, shared.max_positions)
         self._net = Eagle2(config, names, ServedParts(shape, rotary, loader))
         states = StateLayers(None, None, self._net.fc)

@@ -29,6 +29,7 @@ from specray.ops.cpu.matrix import PackedMatrix
 from specray.ops.cpu.packed_network import Fusion
 from specray.ops.device_ops import ops_on
 from specray.ops.grouped_weight import Weight
+from specray.ops.layer_attention import LayerAttention
 
 MASK = "mask_hidden"
 
@@ -116,7 +117,7 @@ class Eagle3Head(EagleHead):
         embedding = load_embedding(shape, loader, names, shared)
         output, quantised = _output_matrix(config.num_draft_ids, ids, shape, loader, names, shared)
         super().__init__(shape, shared, layers, ids, embedding, output)
-        self.window = config.window
+        self.layer_attention = [LayerAttention(window=config.window)] * shape.num_layers
         rotary = load_rotary(config, shape, loader, shared.max_positions)
         parts = ServedParts(shape, rotary, loader)
         self._net = net = Eagle3(config, names, parts, len(layers), shared.shape.hidden_size)

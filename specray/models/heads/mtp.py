@@ -1,90 +1,59 @@
 """Multi-token prediction (MTP) layers, which some targets' checkpoints contain for drafting.
 
 A layer reads the embedding of a token and the state before it, each normed, and is otherwise one of the target's own
-decoder layers. Its normed output is the next state and the input of the target's output matrix.
+decoder layers: of a class of MODELS, or of transformers' modules. Its normed output is the next state and the input of
+the target's output matrix.
 
-Two layouts are supported: MiMo's (`model.mtp_layers.0.*`: [state; embedding], with a zero embedding at the first
-position) and DeepSeek's NextN (`model.layers.L.*` after the target's L layers: [embedding; state]). The copies of the
-target's matrices in both are skipped. With one layer, every draft step uses it; with several, step k uses layer k. The
-first state is the target's hidden state after its final norm, as in SGLang and transformers (vLLM passes MiMo's layer
-the state before that norm). `specray.spec_decode.mtp` grows trees with these layers.
+`mtp_layouts` has the names of the tensors. Copies of the target's matrices are skipped. With one layer, every draft
+step uses it; with several, step k uses layer k. The first state is the target's hidden state after its final norm, as
+in SGLang and transformers (vLLM passes MiMo's layer the state before that norm). `specray.spec_decode.mtp` grows trees
+with these layers.
 """
 
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from specray.errors import ConfigError, first_of
+from specray.layers.linear import ColumnParallelLinear
 from specray.layers.module import Layer
 from specray.layers.moe import reason_without_graphs
-from specray.layers.parallel import RankGroup
+from specray.layers.norm import RMSNorm
 from specray.layers.rotary import RotaryEmbedding
 from specray.models.causal_lm import CausalLM
 from specray.models.fused import StateLayers, fused_decoder, tree_network
-from specray.models.heads.parts import Layers, Parts
+from specray.models.heads.mtp_layouts import Layout, find_layout, require_layout
+from specray.models.heads.parts import Layers, Linear, Norm
 from specray.models.heads.served import EagleHead, ServedParts
 from specray.models.loading import Loader
-from specray.models.registry import MODELS, load_config, shape_of
+from specray.models.registry import MODELS, is_native, load_config, shape_of
 from specray.models.target_matrices import TargetMatrices
 from specray.models.target_model import ModelShape
 from specray.models.weights import WeightReader
 from specray.ops.attention import Attend
 from specray.ops.cpu.attention import PagedAttend
+from specray.ops.layer_attention import LayerAttention
 
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """The names of a layer's parts in one family of models, and how they are combined."""
-
-    layers: str  # before and after a layer's number
-    embed_norm: str
-    state_norm: str
-    project: str
-    out_norm: str
-    state_first: bool  # of the two inputs of `project`
-    masks_first: bool  # the embedding at position 0 is replaced by zeros
-
-    def prefix(self, number: int) -> str:
-        """Of the tensors of a layer."""
-        return self.layers.replace("*", str(number)) + "."
-
-    def numbers(self, names: Sequence[str]) -> list[int]:
-        """Numbers of the layers whose projection is among the tensors `names`."""
-        pattern = re.compile(re.escape(self.layers).replace("\\*", r"(\d+)") + re.escape(f".{self.project}.weight"))
-        return sorted(int(found[1]) for name in names if (found := pattern.fullmatch(name)))
-
-
-MIMO = Layout(
-    "model.mtp_layers.*",
-    "token_layernorm",
-    "hidden_layernorm",
-    "input_proj",
-    "final_layernorm",
-    state_first=True,
-    masks_first=True,
-)
-NEXTN = Layout("model.layers.*", "enorm", "hnorm", "eh_proj", "shared_head.norm", state_first=False, masks_first=False)
 TRAINED = 0  # the number of the layer that SpecRay trains, in MiMo's layout
-_COPIES = ("embed_tokens.weight", "shared_head.head.weight", "rotary_emb.inv_freq")
+_COPIES = ("embed_tokens.weight", "shared_head.head.weight", "shared_head.weight", "rotary_emb.inv_freq")
 
 
 def holds_mtp_layers(folder: Path, load_format: str) -> bool:
     """Whether the checkpoint has MTP layers."""
     with WeightReader(folder, load_format) as reader:
-        return any(layout.numbers(list(reader.names())) for layout in (MIMO, NEXTN))
+        return find_layout(reader.names()) is not None
 
 
 def check_mtp_files(folder: Path, load_format: str, target: ModelShape) -> None:
     """ConfigError if the checkpoint has no MTP layers, or they do not fit the target. Reads no weights."""
-    _check_target(folder, shape_of(load_config(folder), RankGroup()), target)
+    _check_target(folder, load_config(folder), target)
     with WeightReader(folder, load_format) as reader:
-        _layout_of(folder, list(reader.names()))
+        require_layout(folder, reader.names())
 
 
 def load_mtp_layers(folder: Path, load_format: str, shared: TargetMatrices) -> "MtpLayers":
@@ -99,24 +68,12 @@ def load_mtp_layers(folder: Path, load_format: str, shared: TargetMatrices) -> "
         moe_runner_backend=shared.moe_runner_backend,
     )
     try:
-        layout, numbers = _layout_of(folder, loader.names())
+        layout, numbers = require_layout(folder, loader.names())
         layers = MtpLayers(config, loader, shared, layout, numbers)
         _check_rest(loader, layout, numbers)
         return layers
     finally:
         loader.close()
-
-
-def _layout_of(folder: Path, names: list[str]) -> tuple[Layout, list[int]]:
-    """The layout of the MTP layers among a checkpoint's tensors, and the layers' numbers."""
-    found = [(layout, numbers) for layout in (MIMO, NEXTN) if (numbers := layout.numbers(names))]
-    if len(found) != 1:
-        raise ConfigError(
-            f"{folder} holds no MTP layers: expected tensors {MIMO.layers}.{MIMO.project}.weight or "
-            f"{NEXTN.layers}.{NEXTN.project}.weight; set speculative.draft_model_path to a checkpoint that has "
-            "them, or choose another speculative.algorithm"
-        )
-    return found[0]
 
 
 def trained_settings(num_target_layers: int) -> dict[str, Any]:
@@ -130,18 +87,31 @@ def trained_settings(num_target_layers: int) -> dict[str, Any]:
     }
 
 
+class MtpParts(Protocol):
+    """Makes the parts of one layer; see `Parts`."""
+
+    @property
+    def shape(self) -> ModelShape: ...
+
+    def norm(self, name: str, size: int) -> Norm: ...
+
+    def linear(self, name: str, shape: tuple[int, int]) -> Linear: ...
+
+    def layers(self, prefixes: Sequence[str], width: int, norms_input: bool = False) -> Layers: ...
+
+
 class MtpLayer:
     """The network of one layer."""
 
-    def __init__(self, layout: Layout, number: int, parts: Parts) -> None:
-        prefix, size = layout.prefix(number), parts.shape.hidden_size
+    def __init__(self, layout: Layout, number: int, parts: MtpParts) -> None:
+        size = parts.shape.hidden_size
         self.state_first = layout.state_first
         self._masks_first = layout.masks_first
-        self.embed_norm = parts.norm(f"{prefix}{layout.embed_norm}.weight", size)
-        self.state_norm = parts.norm(f"{prefix}{layout.state_norm}.weight", size)
-        self.project = parts.linear(f"{prefix}{layout.project}.weight", (size, 2 * size))
-        self.layers = parts.layers([prefix], size, norms_input=True)
-        self.out_norm = parts.norm(f"{prefix}{layout.out_norm}.weight", size)
+        self.embed_norm = parts.norm(f"{layout.at(layout.embed_norm, number)}.weight", size)
+        self.state_norm = parts.norm(f"{layout.at(layout.state_norm, number)}.weight", size)
+        self.project = parts.linear(f"{layout.at(layout.project, number)}.weight", (size, 2 * size))
+        self.layers = parts.layers([layout.prefix(number)], size, norms_input=True)
+        self.out_norm = parts.norm(f"{layout.at(layout.out_norm, number)}.weight", size)
 
     def __call__(self, embeds: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """The next states [..., T, H] from embeddings and states; `positions` int64 [T] are those of the states."""
@@ -162,16 +132,41 @@ class MtpLayers:
     def __init__(
         self, config: PretrainedConfig, loader: Loader, shared: TargetMatrices, layout: Layout, numbers: list[int]
     ) -> None:
-        self.shape = shape = shape_of(config, loader.group)
-        _check_target(loader.folder, shape, shared.shape)
-        rotary = _architecture(config).rotary_of(config, loader, shared.max_positions)
+        _check_target(loader.folder, config, shared.shape)
         self.shared = shared
         self.layers: list[MtpLayer] = []
+        self.attention: list[LayerAttention] = []  # of each layer
         self.reason_without_graphs: str | None = None
+        if is_native(config):
+            self._add_native(config, loader, layout, numbers)
+        else:
+            self._add_modules(config, loader, layout, numbers)
+
+    def _add_native(self, config: PretrainedConfig, loader: Loader, layout: Layout, numbers: Sequence[int]) -> None:
+        self.shape = shape_of(config, loader.group)
+        rotary = _architecture(config).rotary_of(config, loader, self.shared.max_positions)
         for kv_layer, number in enumerate(numbers):
-            parts = _TargetParts(config, shape, rotary, loader, kv_layer)
+            parts = _TargetParts(config, self.shape, rotary, loader, kv_layer)
             self.layers.append(MtpLayer(layout, number, parts))
+            self.attention.append(LayerAttention())
             self.reason_without_graphs = self.reason_without_graphs or parts.reason_without_graphs
+
+    def _add_modules(self, config: Any, loader: Loader, layout: Layout, numbers: Sequence[int]) -> None:
+        from specray.models.transformers_model import TransformersModel  # imports transformers' models
+
+        self.reason_without_graphs = TransformersModel.reason_without_graphs
+        for kv_layer, number in enumerate(numbers):
+            parts = _ModuleParts(config, self.shared, loader, layout, number, kv_layer)
+            self.layers.append(MtpLayer(layout, number, parts))
+            self.attention.append(parts.attention)
+        widest = max(self.attention, key=lambda layer: layer.num_kv_heads * layer.head_dim)
+        self.shape = replace(
+            self.shared.shape,
+            eps=config.rms_norm_eps,
+            num_local_heads=widest.num_heads,
+            num_local_kv_heads=widest.num_kv_heads,
+            head_dim=widest.head_dim,
+        )
 
 
 class _MtpDrafter(EagleHead):
@@ -182,6 +177,7 @@ class _MtpDrafter(EagleHead):
         shape, shared = replace(layers.shape, num_layers=len(self._layers)), layers.shared
         aux_hidden_state_layers = (shared.shape.num_layers,)
         super().__init__(shape, shared, aux_hidden_state_layers, token_map, shared.embedding(), shared.head(token_map))
+        self.layer_attention = layers.attention[:count]
         self.reason_without_graphs = layers.reason_without_graphs
 
 
@@ -260,6 +256,41 @@ class _TargetParts(ServedParts):
         return _TargetLayer(block, self.rotary, self.shape.eps, self._kv_layer)
 
 
+class _ModuleParts:
+    """Parts of a layer around one of transformers' decoder layers. Implements `MtpParts`."""
+
+    def __init__(
+        self,
+        config: Any,
+        shared: TargetMatrices,
+        loader: Loader,
+        layout: Layout,
+        number: int,
+        kv_layer: int,
+    ) -> None:
+        from specray.models.transformers_mtp import TransformersLayer  # imports transformers' models
+
+        self.shape = shared.shape
+        self._eps = config.rms_norm_eps
+        self._loader = loader
+        types = getattr(config, "mtp_layer_types", None) or []
+        layer_type = types[kv_layer] if kv_layer < len(types) else layout.layer_type
+        prefix, parts = layout.prefix(number), layout.parts(number, loader.names())
+        self._layer = TransformersLayer(config, layer_type, loader, prefix, parts, kv_layer, shared.max_positions)
+        self.attention = self._layer.attention
+
+    def norm(self, name: str, size: int) -> RMSNorm:
+        from specray.models.transformers_layers import shifted
+
+        return RMSNorm(shifted(self._loader.tensor(name, (size,)), self._layer.norm_shift), self._eps)
+
+    def linear(self, name: str, shape: tuple[int, int]) -> ColumnParallelLinear:
+        return ColumnParallelLinear(self._loader.weight(name, shape), None, self._loader.quantization)
+
+    def layers(self, prefixes: Sequence[str], width: int, norms_input: bool = False) -> Layers:  # noqa: ARG002
+        return self._layer
+
+
 class _TargetLayer:
     """Implements `Layers`."""
 
@@ -281,20 +312,23 @@ def _architecture(config: PretrainedConfig) -> type[CausalLM]:
     return MODELS[(config.architectures or [""])[0]]
 
 
-def _check_target(folder: Path, ours: ModelShape, target: ModelShape) -> None:
+def _check_target(folder: Path, config: PretrainedConfig, target: ModelShape) -> None:
     for name in ("vocab_size", "hidden_size"):
-        if getattr(ours, name) != getattr(target, name):
+        if getattr(config, name) != getattr(target, name):
             raise ConfigError(
-                f"{folder / 'config.json'}: {name}={getattr(ours, name)}, but the target's is {getattr(target, name)}; "
-                "MTP layers work with the target they were trained with: set speculative.draft_model_path to a "
-                "checkpoint of this target, or to null for the target's own"
+                f"{folder / 'config.json'}: {name}={getattr(config, name)}, but the target's is "
+                f"{getattr(target, name)}; MTP layers work with the target they were trained with: set "
+                "speculative.draft_model_path to a checkpoint of this target, or to null for the target's own"
             )
 
 
-def _check_rest(loader: Loader, layout: Layout, numbers: list[int]) -> None:
+def _check_rest(loader: Loader, layout: Layout, numbers: Sequence[int]) -> None:
     """ConfigError if a layer has tensors that nothing has read, other than copies of the target's."""
-    prefixes = tuple(map(layout.prefix, numbers))
-    unused = [name for name in loader.unused() if name.startswith(prefixes) and not name.endswith(_COPIES)]
+    unused = [
+        name
+        for name in loader.unused()
+        if any(layout.owns(name, number) for number in numbers) and not name.endswith(_COPIES)
+    ]
     if unused:
         raise ConfigError(
             f"{loader.path(unused[0])}: {len(unused)} tensors are not part of an MTP layer with this config.json: "

@@ -23,6 +23,7 @@ from specray.models.target_model import ModelShape
 from specray.ops.attention import Attend, AttentionBackend
 from specray.ops.cpu.attention import PagedAttention
 from specray.ops.cpu.trees import TreeNetwork
+from specray.ops.layer_attention import LayerAttention
 
 HeadForward = Callable[[Tensor, Tensor, Tensor, Attend], Tensor]  # the type of an EagleHead's call
 
@@ -36,7 +37,7 @@ class EagleHead(ABC):
 
     network: TreeNetwork | None = None  # the head as a function that grows trees, where the kernels have one
     extends_in_network = True  # `network.extend` equals the call
-    window: int | None = None  # positions that a query attends to, its own included; None: all
+    layer_attention: Sequence[LayerAttention] | None = None  # see TargetModel
     reason_without_graphs: str | None = None  # see `specray.layers.moe`
 
     def __init__(

@@ -278,7 +278,9 @@ def test_the_window_of_sliding_layers_is_read(
 ) -> None:
     toy = toy_head(name)
     toy.config.get("transformer_layer_config", toy.config).update(settings)
-    assert load(toy.write(tmp_path / "head"), target_folder, target, toy.layout.version).window == window
+    head = load(toy.write(tmp_path / "head"), target_folder, target, toy.layout.version)
+    assert head.layer_attention is not None
+    assert [layer.window for layer in head.layer_attention] == [window]
 
 
 def test_the_state_before_the_final_norm_is_that_of_the_last_layer(target: Llama) -> None:

@@ -118,7 +118,7 @@ def test_layers_of_another_target_are_refused(toy: Path, tmp_path: Path) -> None
 def test_a_checkpoint_without_layers_is_refused(toy: Path) -> None:
     assert not holds_mtp_layers(toy, "auto")
     with pytest.raises(
-        ConfigError, match=r"holds no MTP layers.*mtp_layers\.\*\.input_proj.*eh_proj.*draft_model_path"
+        ConfigError, match=r"holds no MTP layers.*eh_proj.*mtp_layers\.\*\.input_proj.*draft_model_path"
     ):
         load(toy, toy)
 
