@@ -10,7 +10,7 @@ from specray.layers.norm import RMSNorm
 from specray.layers.parallel import RankGroup
 from specray.layers.rotary import rotate_
 from specray.models.causal_lm import CausalLM
-from specray.models.llama_shape import LlamaShape
+from specray.models.llama_shape import LlamaShape, heads_of_rank
 from specray.models.loading import Loader
 from specray.ops.attention import Attend, FusedAttend
 from specray.ops.grouped_weight import Weight
@@ -30,10 +30,7 @@ class Llama(CausalLM):
 
 
 class Attention(Layer):
-    """Grouped-query attention. Each rank has whole groups of heads, which need not divide evenly.
-
-    The input has `width` columns, by default `hidden_size`.
-    """
+    """Grouped-query attention of a rank's heads. The input has `width` columns, by default `hidden_size`."""
 
     def __init__(self, index: int, shape: LlamaShape, loader: Loader, prefix: str, width: int | None = None) -> None:
         super().__init__()
@@ -43,8 +40,8 @@ class Attention(Layer):
         self.qkv = ColumnParallelLinear(*_qkv(shape, loader, prefix, width or shape.hidden_size), loader.quantization)
         whole = (shape.hidden_size, shape.num_heads * shape.head_dim)
         bias = loader.tensor(prefix + "o_proj.bias", (shape.hidden_size,)) if shape.output_bias else None
-        part = loader.group.share(shape.num_kv_heads, shape.heads_per_group * shape.head_dim)
-        weight = loader.weight(prefix + "o_proj.weight", whole, part, 1)
+        heads, _ = heads_of_rank(shape.num_heads, shape.num_kv_heads, loader.group)
+        weight = loader.weight(prefix + "o_proj.weight", whole, _rows(heads, shape.head_dim), 1)
         self.out = RowParallelLinear(weight, loader.group, bias, loader.quantization)
         self.q_norm = self.k_norm = None
         self._eps = shape.eps
@@ -69,10 +66,18 @@ class Attention(Layer):
 def _qkv(shape: LlamaShape, loader: Loader, prefix: str, width: int) -> tuple[Weight, Tensor | None]:
     """This rank's rows of q, k and v stacked, and their bias if the model has one."""
     weights, biases = [], []
-    for name, heads_per_group in (("q_proj", shape.heads_per_group), ("k_proj", 1), ("v_proj", 1)):
-        rows = heads_per_group * shape.head_dim
-        size, part = (shape.num_kv_heads * rows, width), loader.group.share(shape.num_kv_heads, rows)
+    heads, kv_heads = heads_of_rank(shape.num_heads, shape.num_kv_heads, loader.group)
+    for name, number, part_heads in (
+        ("q_proj", shape.num_heads, heads),
+        ("k_proj", shape.num_kv_heads, kv_heads),
+        ("v_proj", shape.num_kv_heads, kv_heads),
+    ):
+        size, part = (number * shape.head_dim, width), _rows(part_heads, shape.head_dim)
         weights.append(loader.weight(f"{prefix}{name}.weight", size, part))
         if shape.qkv_bias:
             biases.append(loader.tensor(f"{prefix}{name}.bias", size[:1], part))
     return concat(*weights), torch.cat(biases) if biases else None
+
+
+def _rows(heads: slice, head_dim: int) -> slice:
+    return slice(heads.start * head_dim, heads.stop * head_dim)

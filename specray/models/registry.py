@@ -27,6 +27,7 @@ from specray.models.fused import are_row_wise, embed_and_head, fused_decoder
 from specray.models.fused_forward import FusedForward
 from specray.models.llama import Llama
 from specray.models.llama_config import LlamaConfig
+from specray.models.llama_shape import check_heads
 from specray.models.loading import Loader
 from specray.models.moe_models import Mixtral, Qwen3Moe
 from specray.models.quantized_formats import checkpoint_format
@@ -155,12 +156,11 @@ def _layer_attention(config: PretrainedConfig, max_positions: int) -> list[Layer
 
 
 def check_ranks(config: PretrainedConfig, tp_size: int) -> None:
-    """ConfigError if a model has fewer KV heads than there are ranks."""
+    """ConfigError if the ranks cannot share a model's heads."""
     if not is_native(config):
         return  # `split_skeleton` knows
     num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    if tp_size > num_kv_heads:
-        raise ConfigError(f"tp_size={tp_size} is more than the model's {num_kv_heads} KV heads; lower tp_size")
+    check_heads(config.num_attention_heads, num_kv_heads, tp_size)
 
 
 _COMPUTED = (torch.float32, torch.bfloat16, torch.float16)

@@ -94,6 +94,13 @@ def test_ranks_may_have_different_numbers_of_heads(stories: Path) -> None:
     assert together["token_ids"] == alone.token_ids
 
 
+def test_ranks_may_share_a_kv_head(toy: Path, tmp_path: Path) -> None:
+    """The toy model has four query heads and two KV heads: two of four ranks have the same KV head."""
+    alone = generate(toy, PROMPTS, [make_sampling_params(**params) for params in PARAMS])
+    together = run_ranks(toy, 4, METHODS["EAGLE3"](toy, tmp_path), PROMPTS, PARAMS)
+    assert [choice["token_ids"] for choice in together] == [choice.token_ids for choice in alone]
+
+
 @pytest.mark.parametrize("name", ["llama", "phi3", "gpt_oss", pytest.param("mixtral", marks=pytest.mark.slow)])
 def test_transformers_modules_on_two_ranks_equal_one(name: str, tmp_path: Path) -> None:
     """Linears, experts and sinks are split by the configuration's plan; Phi-3's says that attention is not."""

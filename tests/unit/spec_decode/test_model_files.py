@@ -101,7 +101,7 @@ def test_a_target_without_mtp_layers_is_refused(algorithm: str, target: Path) ->
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tp_size": 4}, "tp_size=4 is more than the model's 2 KV heads"),
+        ({"tp_size": 3}, "tp_size=3 cannot share 4 query heads and 2 KV heads; set tp_size to at most 2 or 4"),
         ({"context_length": 1000}, "context_length=1000 is more than the 256 positions"),
     ],
 )

@@ -59,7 +59,7 @@ def naive_outputs(head: Head, target: Target, batch: Batch, row: int, start: int
     eagle3, num_layers = isinstance(head, TrainedEagle3Head), head.shape.num_layers
     prefixes = ["midlayer."] if eagle3 and num_layers == 1 else [f"layers.{layer}." for layer in range(num_layers)]
     eps, dim = target.shape.eps, target.shape.head_dim
-    fold = target.shape.heads_per_group
+    fold = target.shape.num_heads // target.shape.num_kv_heads
     keys: list[list[Tensor]] = [[] for _ in prefixes]
     values: list[list[Tensor]] = [[] for _ in prefixes]
 
