@@ -17,6 +17,7 @@ from transformers import PretrainedConfig
 from specray.errors import ConfigError
 from specray.layers.linear import VocabEmbedding, VocabHead
 from specray.layers.parallel import RankGroup
+from specray.models.llama_shape import heads_of_rank
 from specray.models.loading import Loader
 from specray.models.target_model import BEFORE_FINAL_NORM, ModelShape, StepForward
 from specray.models.transformers_head import FinishedHead, Operations
@@ -183,7 +184,8 @@ def _local_sinks(sinks: Tensor | None, call: AttentionCall, group: RankGroup) ->
     """The sinks of this rank's heads."""
     if sinks is None or len(sinks) == call.num_heads:
         return sinks
-    return sinks.narrow(0, group.rank * call.num_heads, call.num_heads)
+    heads, _ = heads_of_rank(len(sinks), len(sinks) * call.num_kv_heads // call.num_heads, group)
+    return sinks[heads]
 
 
 def pooled(call: AttentionCall, sinks: Tensor | None, max_positions: int) -> LayerAttention:

@@ -11,6 +11,7 @@ from torch import nn
 
 from specray.errors import ConfigError
 from specray.layers.parallel import RankGroup
+from specray.models.llama_shape import check_heads, heads_of_rank
 from specray.models.transformers_layers import is_experts
 from specray.models.transformers_skeleton import decoder_of
 
@@ -26,10 +27,11 @@ _OWN_PLANS = {  # of configuration classes that have none
 
 
 class Part(NamedTuple):
-    """A rank's part of a linear's weight [out, in]: `rows` along `dim`."""
+    """A rank's part of a linear's weight [out, in]: `rows` of the `length` along `dim`."""
 
     dim: int
     rows: slice
+    length: int
 
 
 class Split(NamedTuple):
@@ -52,10 +54,11 @@ def split_skeleton(model: Any, group: RankGroup) -> Split:
         )
     body = decoder_of(model)
     prefix = next(name for name, child in model.named_children() if child is body)
+    heads = _heads(body)
     for path, module in list(body.named_modules()):
         style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", path))
         if type(module) is nn.Linear and style in _DIM_OF:
-            part = _part(module, _DIM_OF[style], group, f"{prefix}.{path}")
+            part = _part(module, _DIM_OF[style], group, f"{prefix}.{path}", heads.get(path))
             split.linears[f"{prefix}.{path}"] = part
             model.set_submodule(f"{prefix}.{path}", _smaller(module, part))
         elif style == "moe_tp_experts" and is_experts(module) and not module.has_post_expert_norm:
@@ -63,12 +66,32 @@ def split_skeleton(model: Any, group: RankGroup) -> Split:
     return split
 
 
-def _part(module: nn.Linear, dim: int, group: RankGroup, path: str) -> Part:
-    length = module.weight.shape[dim]
+def _heads(body: nn.Module) -> dict[str, tuple[int, int]]:
+    """The numbers of query and KV heads of each of the four linears of grouped-query attention, by its path."""
+    found: dict[str, tuple[int, int]] = {}
+    for path, module in body.named_modules():
+        head_dim = getattr(module, "head_dim", None)
+        linears = {name: part for name, part in module.named_children() if isinstance(part, nn.Linear)}
+        if head_dim is None or not linears.keys() >= {"q_proj", "k_proj", "v_proj", "o_proj"}:
+            continue
+        num_kv_heads = linears["k_proj"].out_features // head_dim
+        num_heads = linears["o_proj"].in_features * num_kv_heads // linears["v_proj"].out_features
+        found |= {f"{path}.{name}_proj": (num_heads, num_kv_heads) for name in "qkvo"}
+    return found
+
+
+def _part(module: nn.Linear, dim: int, group: RankGroup, path: str, heads: tuple[int, int] | None) -> Part:
+    """`heads`: see `_heads`. Several ranks have the same KV head where there are more ranks than heads."""
+    length, name = module.weight.shape[dim], path.rpartition(".")[2]
+    if heads is not None:
+        check_heads(*heads, group.size)
+        kind = 1 if name in ("k_proj", "v_proj") else 0
+        share, rows = heads_of_rank(*heads, group)[kind], length // heads[kind]
+        return Part(dim, slice(share.start * rows, share.stop * rows), length)
     if length % group.size:
         raise ConfigError(f"tp_size={group.size} does not divide the {length} rows of {path}; choose another tp_size")
     size = length // group.size
-    return Part(dim, slice(group.rank * size, (group.rank + 1) * size))
+    return Part(dim, slice(group.rank * size, (group.rank + 1) * size), length)
 
 
 def _smaller(module: nn.Linear, part: Part) -> nn.Linear:

@@ -240,29 +240,24 @@ class _Filling:
 
     def _linear_part(self, module: Any, name: str, value: str | Tensor) -> Any:
         path, _, key = name.rpartition(".")
-        part = self._split.linears.get(path, Part(0, slice(None)))
+        part = self._split.linears.get(path)
         if key == "bias":
-            return self._tensor(name, module.bias, value, part.rows if part.dim == 0 else slice(None))
+            return self._tensor(name, module.bias, value, part if part is not None and part.dim == 0 else None)
         if isinstance(value, str) and type(module) is nn.Linear and not self._is_kept(name):
-            shape = self._whole(module.weight, part)
-            return self._loader.weight(value, (shape[0], shape[1]), part.rows, part.dim)
-        tensor = self._tensor(name, module.weight, value, part.rows, part.dim)
+            rows, dim = (slice(None), 0) if part is None else (part.rows, part.dim)
+            shape = _whole(module.weight, part)
+            return self._loader.weight(value, (shape[0], shape[1]), rows, dim)
+        tensor = self._tensor(name, module.weight, value, part)
         return tensor.t().contiguous() if isinstance(module, Conv1D) else tensor
-
-    def _whole(self, like: Tensor, part: Part) -> list[int]:
-        """The shape of a tensor of all ranks, from that of one rank's part."""
-        shape = list(like.shape)
-        if part.rows != slice(None):
-            shape[part.dim] *= self._loader.group.size
-        return shape
 
     def _is_kept(self, name: str) -> bool:
         """Whether transformers keeps a parameter in float32."""
         return any(part in name for part in self._float32)
 
-    def _tensor(self, name: str, like: Tensor, value: str | Tensor, rows: slice = slice(None), dim: int = 0) -> Tensor:
-        """`rows` along `dim` of a tensor, or of the stored one that `value` names; `like` has the result's shape."""
-        shape = tuple(self._whole(like, Part(dim, rows)))
+    def _tensor(self, name: str, like: Tensor, value: str | Tensor, part: Part | None = None) -> Tensor:
+        """A rank's `part` of a tensor, or of the stored one that `value` names; `like` has the result's shape."""
+        shape = _whole(like, part)
+        rows, dim = (slice(None), 0) if part is None else (part.rows, part.dim)
         dtype = like.dtype
         if dtype == self._loader.dtype and self._is_kept(name):
             dtype = torch.float32
@@ -275,9 +270,17 @@ class _Filling:
                 f"{self._loader.folder}: the tensors of {name} have shape {list(value.shape)}, but config.json "
                 f"implies {list(shape)}"
             )
-        if rows != slice(None):
+        if part is not None:
             value = value.narrow(dim, rows.start, rows.stop - rows.start)
         return value.to(self._loader.device, dtype)
+
+
+def _whole(like: Tensor, part: Part | None) -> tuple[int, ...]:
+    """The shape of a tensor of all ranks, from that of one rank's part."""
+    shape = list(like.shape)
+    if part is not None:
+        shape[part.dim] = part.length
+    return tuple(shape)
 
 
 def _rotary_attention(model: Any, calls: Sequence[AttentionCall]) -> dict[str, AttentionCall]:

@@ -101,13 +101,18 @@ def test_ranks_may_share_a_kv_head(toy: Path, tmp_path: Path) -> None:
     assert [choice["token_ids"] for choice in together] == [choice.token_ids for choice in alone]
 
 
-@pytest.mark.parametrize("name", ["llama", "phi3", "gpt_oss", pytest.param("mixtral", marks=pytest.mark.slow)])
-def test_transformers_modules_on_two_ranks_equal_one(name: str, tmp_path: Path) -> None:
-    """Linears, experts and sinks are split by the configuration's plan; Phi-3's says that attention is not."""
+@pytest.mark.parametrize(
+    ("name", "size"), [("llama", 2), ("phi3", 2), ("gpt_oss", 4), pytest.param("mixtral", 2, marks=pytest.mark.slow)]
+)
+def test_transformers_modules_on_several_ranks_equal_one(name: str, size: int, tmp_path: Path) -> None:
+    """Linears, experts and sinks are split by the configuration's plan; Phi-3's says that attention is not.
+
+    Two of four ranks have the same KV head.
+    """
     write_decoder(name, tmp_path)
     alone = generate(
         tmp_path, PROMPTS, [make_sampling_params(**params) for params in PARAMS], model_impl="transformers"
     )
     drafts = SpeculativeConfig(algorithm="NGRAM", num_draft_tokens=8)
-    together = run_ranks(tmp_path, 2, drafts, PROMPTS, PARAMS, model_impl="transformers")
+    together = run_ranks(tmp_path, size, drafts, PROMPTS, PARAMS, model_impl="transformers")
     assert [choice["token_ids"] for choice in together] == [choice.token_ids for choice in alone]
