@@ -103,7 +103,7 @@ class FakeGroup(RankGroup):
 def test_a_rank_has_half_of_the_heads_and_a_plan_is_needed() -> None:
     skeleton = build_skeleton(decoder_config("llama"), torch.float32)
     split = split_skeleton(skeleton, FakeGroup())
-    assert split.linears["model.layers.0.self_attn.o_proj"] == (1, slice(16, 32))
+    assert split.linears["model.layers.0.self_attn.o_proj"] == (1, slice(16, 32), 32)
     assert {(call.num_heads, call.num_kv_heads) for call in attention_calls(skeleton)} == {(2, 1)}
     with pytest.raises(ConfigError, match="tp_size=2: transformers has no plan that splits model_type=gpt2"):
         split_skeleton(build_skeleton(decoder_config("gpt2"), torch.float32), FakeGroup())
