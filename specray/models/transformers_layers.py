@@ -3,7 +3,7 @@
 They compute each row of a batch alike, whatever the other rows are, where `specray.ops.linear` has such kernels.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any
 
@@ -300,22 +300,8 @@ def _units(module: Any, rows: Tensor, part: slice) -> Tensor:
     return rows[2 * part.start : 2 * part.stop]
 
 
-# Operations of torch that compute each row of a batch alike, with vector instructions or without. The others of these
-# (matrix products, but also sigmoid and gelu) have last bits that depend on a number's place.
-_ROW_WISE = {
-    *("_to_copy", "add", "alias", "arange", "cat", "clone", "copy_", "cos", "detach", "div", "embedding", "empty"),
-    *("empty_like", "expand", "eq", "index_select", "lift_fresh", "mean", "mul", "native_layer_norm", "neg"),
-    *("new_empty", "new_zeros", "permute", "pow", "select", "sin", "slice", "split", "split_with_sizes", "stack"),
-    *("sub", "t", "transpose", "unbind", "unsqueeze", "squeeze", "view", "_unsafe_view", "zeros", "zeros_like"),
-    *("constant_pad_nd", "reshape", "add_", "mul_", "_reshape_alias", "narrow", "ones", "full", "unsafe_split"),
-}
-
-
-def computes_rows_alike(body: nn.Module, operations: Collection[str]) -> bool:
-    """Whether a row's result has the same bits whatever the other rows are, apart from attention.
-
-    `operations` are torch's, that a pass ran.
-    """
+def has_row_wise_products(body: nn.Module) -> bool:
+    """Whether all replaced linears and experts give a row the same bits whatever the other rows are."""
     functions: list[Any] = [part.run for part in body.modules() if isinstance(part, FlatLinear | FlatGatedUnits)]
     functions += [part.packed_experts for part in body.modules() if hasattr(part, "packed_experts")]
-    return all(map(is_row_wise, functions)) and _ROW_WISE.issuperset(operations)
+    return all(map(is_row_wise, functions))

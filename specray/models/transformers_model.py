@@ -20,9 +20,10 @@ from specray.layers.parallel import RankGroup
 from specray.models.llama_shape import heads_of_rank
 from specray.models.loading import Loader
 from specray.models.target_model import BEFORE_FINAL_NORM, ModelShape, StepForward
-from specray.models.transformers_head import FinishedHead, Operations
-from specray.models.transformers_layers import computes_rows_alike
+from specray.models.transformers_head import FinishedHead
+from specray.models.transformers_layers import has_row_wise_products
 from specray.models.transformers_parallel import split_skeleton
+from specray.models.transformers_rows import Recorder, compute_row_wise
 from specray.models.transformers_skeleton import (
     UNUSED_MASK_SHAPE,
     AttentionCall,
@@ -36,6 +37,7 @@ from specray.models.transformers_weights import StoredNames, load_weights
 from specray.ops.attention import Attend, AttentionBackend
 from specray.ops.grouped_weight import Weight
 from specray.ops.layer_attention import LayerAttention, pack_kv
+from specray.ops.linear import is_row_wise
 from specray.ops.step_tensors import LargestLogits
 
 
@@ -71,8 +73,7 @@ class TransformersModel(nn.Module):
         )
         self._body = body
         self._streams = _Streams(layers)
-        sinks, operations = self._trial()
-        self.is_row_wise = computes_rows_alike(body, operations)
+        sinks, self.is_row_wise = self._trial()
         self._pooled = [
             pooled(call, _local_sinks(of_layer, call, loader.group), max_positions)
             for call, of_layer in zip(calls, sinks, strict=True)
@@ -88,28 +89,35 @@ class TransformersModel(nn.Module):
         states = self._streams.taken | {self.shape.num_layers: final}
         return final, [states[index] for index in aux_hidden_state_layers]
 
-    def _trial(self) -> tuple[list[Tensor | None], set[str]]:
-        """Each layer's sinks, and the operations of torch that a pass runs.
+    def _trial(self) -> tuple[list[Tensor | None], bool]:
+        """Each layer's sinks, and whether a row has the same bits in any batch; modules are changed so that it has.
 
         ConfigError if a token depends on others in another way than by attention.
         """
-        with Operations() as operations:
-            sinks, alone = self._without_attention([0, 0])
-        _, other = self._without_attention([1, 0])
-        if not torch.allclose(alone[1].float(), other[1].float(), rtol=0.05, atol=0.05, equal_nan=True):
+        with Recorder(self._body) as recorder:
+            sinks, _ = self._without_attention([0, 0], [0, 1])
+        compute_row_wise({module for modules in recorder.found.values() for module in modules})
+        with Recorder(self._body) as left:
+            _, few = self._without_attention([0, 0], [0, 1])
+            self.head.shard(few)
+        _, more = self._without_attention([1, 1, 0], [0, 2, 1])
+        one, same = few[1].float(), more[2].float()
+        if not torch.allclose(one, same, rtol=0.05, atol=0.05, equal_nan=True):
             raise ConfigError(
                 f"layers of {type(self._body).__name__} mix tokens in another way than by attention, which is not "
                 "served yet; choose another model"
             )
-        return sinks, operations.names
+        has_same_bits = torch.equal(one.nan_to_num(), same.nan_to_num())
+        has_same_sums = has_row_wise_products(self._body) and is_row_wise(self.head.run)
+        return sinks, not left.found and has_same_bits and has_same_sums
 
     @torch.no_grad()
-    def _without_attention(self, token_ids: list[int]) -> tuple[list[Tensor | None], Tensor]:
+    def _without_attention(self, token_ids: list[int], positions: list[int]) -> tuple[list[Tensor | None], Tensor]:
         """(each layer's sinks, final hidden states [T, hidden]) if every token saw nothing but itself."""
         self._streams.start(())
         attention = OwnValues()
-        ids = torch.tensor(token_ids, device=self.embedding.weight.device)
-        final = self._decode(ids, torch.arange(len(ids), device=ids.device), attention)
+        ids, places = (torch.tensor(values, device=self.embedding.weight.device) for values in (token_ids, positions))
+        final = self._decode(ids, places, attention)
         return attention.sinks, final
 
     def _decode(self, token_ids: Tensor, positions: Tensor, attention: AttentionFunction) -> Tensor:

@@ -10,11 +10,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from specray.models.transformers_layers import (
     FlatGatedUnits,
-    FlatLinear,
     as_rms_norm,
     computes_gated_units,
     computes_rotary_attention,
-    computes_rows_alike,
 )
 from specray.models.transformers_skeleton import AttentionCall, attention_calls, build_skeleton
 from specray.ops.cpu.library import kernels
@@ -70,14 +68,6 @@ def test_norms_equal_the_module(kind: type[nn.Module]) -> None:
 def test_another_norm_is_kept() -> None:
     assert as_rms_norm(OtherRMSNorm(16)) is None
     assert as_rms_norm(nn.LayerNorm(16)) is None
-
-
-@needs_kernels
-def test_rows_are_alike_only_if_every_operation_computes_them_so() -> None:
-    body = nn.Sequential(FlatLinear(torch.randn(4, 8), None, None, torch.float32))
-    assert computes_rows_alike(body, {"add", "mul", "mean"})
-    assert not computes_rows_alike(body, {"add", "mm"})
-    assert not computes_rows_alike(body, {"sigmoid"})
 
 
 def test_rotary_attention_is_found_by_what_a_module_computes() -> None:

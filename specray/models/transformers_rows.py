@@ -1,0 +1,208 @@
+"""Whether a row of a pass has the same bits in any batch, and functions that see to it in place of torch's.
+
+torch's matrix products on a CPU sum in an order that depends on the number of rows. Its vector instructions compute
+sigmoid, silu, gelu, softplus and products of complex numbers otherwise than what it runs for the last numbers of a
+tensor, so that a row's bits depend on its place. On a GPU each number is computed alike, but sums are split by the
+number of rows. `RowWise` has functions without either; what it cannot replace, `Recorder` finds.
+
+Operations in `specray.ops` know themselves whether they are row-wise, and are not recorded.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from specray.ops.linear import make_linear
+from specray.ops.torch_matrix import Linear
+
+# torch's operations that compute each row of a batch alike on any device, as long as sums run over a row's own numbers.
+# Those with `max` choose among forms of RoPE by the largest position, of contexts that are not served.
+_ROW_WISE = {
+    *("_reshape_alias", "_to_copy", "_unsafe_view", "abs", "add", "add_", "alias", "arange", "bitwise_not", "cat"),
+    *("clamp", "clone", "complex", "constant_pad_nd", "copy_", "cos", "detach", "div", "div_", "embedding", "empty"),
+    *("empty_like", "eq", "erf", "exp", "exp_", "expand", "expm1", "floor", "full", "full_like", "gather", "ge", "gt"),
+    *("index", "index_add_", "index_select", "le", "lift_fresh", "log", "log1p", "log1p_", "lt", "masked_fill", "max"),
+    *("minimum", "mul", "mul_", "narrow", "native_layer_norm", "neg", "new_empty", "new_zeros", "nonzero", "ones"),
+    *("ones_like", "permute", "pow", "reciprocal", "reciprocal_", "relu", "repeat", "reshape", "rsqrt", "scatter"),
+    *("scatter_", "select", "sin", "slice", "_softmax", "split", "split_with_sizes", "sqrt", "squeeze", "stack", "sub"),
+    *("t", "tanh", "topk", "transpose", "unbind", "unsafe_split", "unsqueeze", "view", "view_as_complex"),
+    *("view_as_real", "where", "zeros", "zeros_like"),
+}
+_ON_CPU = {"mean", "sum"}
+_ON_GPU = {"gelu", "polar", "sigmoid", "sigmoid_", "silu", "softplus"}
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Collects the operations within it that may compute a row otherwise in another batch.
+
+    `found` has, for each name of an operation, the modules of `body` whose own forward method ran it.
+    """
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: dict[str, set[nn.Module]] = {}
+        self._body = body
+        self._running = [body]
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> Self:
+        for module in self._body.modules():
+            self._hooks.append(module.register_forward_pre_hook(lambda part, _: self._running.append(part)))
+            self._hooks.append(module.register_forward_hook(lambda *_: self._leave()))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for hook in self._hooks:
+            hook.remove()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func.name().removeprefix("aten::").partition(".")[0]
+        if not _is_row_wise(name, args):
+            self.found.setdefault(name, set()).add(self._running[-1])
+        return out
+
+    def _leave(self) -> None:
+        self._running.pop()
+
+
+def _is_row_wise(name: str, args: Sequence[Any]) -> bool:
+    inputs = [part for part in args if isinstance(part, Tensor)]
+    if any(part.is_cuda for part in inputs):
+        return name in _ROW_WISE or name in _ON_GPU
+    if name == "mul":
+        return not any(part.is_complex() for part in inputs)
+    if name == "rsqrt":  # in other types its vector instructions round once more
+        return inputs[0].dtype is torch.float32
+    if name == "pow" and isinstance(args[1], Tensor):  # frequencies of RoPE, which are constants
+        return not isinstance(args[0], Tensor)
+    if name == "pow":  # products and roots; others are computed otherwise in a tensor's last numbers
+        return args[1] in (2, 3) or (args[1] in (0.5, -0.5) and inputs[0].dtype is torch.float32)
+    return name in _ROW_WISE or name in _ON_CPU
+
+
+def compute_row_wise(modules: Iterable[nn.Module]) -> None:
+    """Let the forward methods of `modules` call the functions of `RowWise`."""
+    functions = RowWise()
+    for module in modules:
+        module.forward = _within(functions, module.forward)
+
+
+def _within(functions: "RowWise", forward: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with functions:
+            return forward(*args, **kwargs)
+
+    return run
+
+
+class RowWise(TorchFunctionMode):
+    """Within it, torch's functions give a row the same bits in any batch, where `make_linear` has such kernels.
+
+    Matrices are parameters, which are packed when they are first read; so are their copies in another type.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._casts: dict[tuple[Any, ...], Tensor] = {}  # copies of parameters in another type
+        self._packed: dict[int, tuple[Tensor, list[Linear]]] = {}  # a parameter or such a copy by its id, and itself
+        self._functions: dict[Any, Callable[..., Tensor]] = {
+            **dict.fromkeys((torch.sigmoid, Tensor.sigmoid), sigmoid),
+            F.silu: silu,
+            F.gelu: gelu,
+            F.softplus: softplus,
+            torch.polar: polar,
+            **dict.fromkeys((torch.mul, Tensor.mul, Tensor.__mul__), _product),
+            F.linear: self._linear,
+            **dict.fromkeys((torch.bmm, Tensor.bmm), self._linears),
+        }
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _CASTS and isinstance(args[0], nn.Parameter):
+            key = (id(args[0]), func, *args[1:], *kwargs.items())
+            if key not in self._casts:
+                self._casts[key] = func(*args, **kwargs)
+            return self._casts[key]
+        return self._functions.get(func, func)(*args, **kwargs)
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if not self._is_constant(weight):
+            return F.linear(input, weight, bias)
+        (run,) = self._matrices(weight, lambda: [make_linear(weight.data, None if bias is None else bias.data)])
+        return run(input.reshape(-1, weight.shape[1])).view(*input.shape[:-1], len(weight))
+
+    def _linears(self, input: Tensor, mat2: Tensor) -> Tensor:
+        if not self._is_constant(mat2):
+            return torch.bmm(input, mat2)
+        runs = self._matrices(mat2, lambda: [make_linear(part.t().contiguous()) for part in mat2.data])
+        return torch.stack([run(rows) for run, rows in zip(runs, input, strict=True)])
+
+    def _is_constant(self, weight: Tensor) -> bool:
+        return isinstance(weight, nn.Parameter) or any(weight is cast for cast in self._casts.values())
+
+    def _matrices(self, weight: Tensor, pack: Callable[[], list[Linear]]) -> list[Linear]:
+        if id(weight) not in self._packed:
+            self._packed[id(weight)] = weight, pack()
+        return self._packed[id(weight)][1]
+
+
+_CASTS = {Tensor.to, Tensor.type, Tensor.float}
+
+
+def sigmoid(input: Tensor) -> Tensor:
+    """torch.sigmoid."""
+    return _sigmoid(input.float()).to(input.dtype)
+
+
+def silu(input: Tensor, inplace: bool = False) -> Tensor:
+    """F.silu."""
+    wide = input.float()
+    result = _sigmoid(wide).mul_(wide).to(input.dtype)
+    return input.copy_(result) if inplace else result
+
+
+def gelu(input: Tensor, approximate: str = "none") -> Tensor:
+    """F.gelu."""
+    x = input.float()
+    if approximate == "tanh":
+        bent = (x * x * x * 0.044715 + x) * math.sqrt(2 / math.pi)
+        share = torch.tanh(bent)
+    else:
+        share = torch.erf(x * math.sqrt(0.5))
+    return share.add_(1.0).mul_(x).mul_(0.5).to(input.dtype)
+
+
+def softplus(input: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
+    """F.softplus."""
+    x = input.float() * beta
+    soft = torch.exp(x.clamp(max=threshold)).log1p_()
+    return (torch.where(x > threshold, x, soft) / beta).to(input.dtype)
+
+
+def polar(abs: Tensor, angle: Tensor) -> Tensor:
+    """torch.polar."""
+    return torch.complex(abs * angle.cos(), abs * angle.sin())
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    return torch.exp(-x).add_(1.0).reciprocal_()
+
+
+def _product(input: Tensor, other: Any) -> Tensor:
+    if not input.is_complex():
+        return torch.mul(input, other)
+    if isinstance(other, int | float):
+        return torch.view_as_complex(torch.view_as_real(input) * other)
+    (a, b), (c, d) = (torch.view_as_real(part).unbind(-1) for part in (input, other))
+    return torch.complex(a * c - b * d, a * d + b * c)
