@@ -1,7 +1,7 @@
 """What the worker and the drafters know of a target: its sizes, and its forward pass."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -31,6 +31,12 @@ class ModelShape:
     num_local_heads: int
     num_local_kv_heads: int
     head_dim: int
+    num_shared_kv_layers: int = field(default=0, kw_only=True)  # layers that read the KV of a layer before them
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Layers of the KV pool."""
+        return self.num_layers - self.num_shared_kv_layers
 
 
 class TargetModel(Protocol):
@@ -42,7 +48,7 @@ class TargetModel(Protocol):
     is_row_wise: bool  # apart from attention, a row's result has the same bits whatever the other rows are
 
     can_round_kv: bool  # whether its KV may lie in a pool in int8
-    layer_attention: Sequence[LayerAttention] | None  # None: all layers attend in the default way
+    layer_attention: Sequence[LayerAttention] | None  # of the pool's layers; None: all attend in the default way
 
     @property
     def shape(self) -> ModelShape: ...

@@ -74,18 +74,20 @@ class TransformersModel(nn.Module):
         self._body = body
         self._streams = _Streams(layers)
         sinks, self.is_row_wise = self._trial()
-        self._pooled = [
+        attending = [
             pooled(call, _local_sinks(of_layer, call, loader.group), max_positions)
             for call, of_layer in zip(calls, sinks, strict=True)
+            if call.source is None
         ]
-        self.layer_attention: Sequence[LayerAttention] | None = None if _are_default(self._pooled) else self._pooled
+        self._reads = [(layer, attending[layer]) for layer in _pool_layers(calls)]
+        self.layer_attention: Sequence[LayerAttention] | None = None if _are_default(attending) else attending
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, attend: Attend, aux_hidden_state_layers: Sequence[int] = ()
     ) -> tuple[Tensor, list[Tensor]]:
         """See TargetModel."""
         self._streams.start(aux_hidden_state_layers)
-        final = self._decode(token_ids, positions, PooledAttention(attend, self._pooled))
+        final = self._decode(token_ids, positions, PooledAttention(attend, self._reads))
         states = self._streams.taken | {self.shape.num_layers: final}
         return final, [states[index] for index in aux_hidden_state_layers]
 
@@ -168,23 +170,28 @@ class OwnValues:
 
 
 class PooledAttention:
-    """The attention of one pass: layer after layer from `first_layer` of the KV pool on, which has keys and values."""
+    """The attention of one pass, with keys and values in the KV pool.
 
-    def __init__(self, attend: Attend, layers: Sequence[LayerAttention], first_layer: int = 0) -> None:
+    `reads` are the pool's layer that each layer of the pass reads, and how. The first to read it writes it.
+    """
+
+    def __init__(self, attend: Attend, reads: Sequence[tuple[int, LayerAttention]]) -> None:
         self._attend = attend
-        self._layers = layers
-        self._first_layer = first_layer
-        self._layer = 0
+        self._reads = iter(reads)
+        self._written: set[int] = set()
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
-        head_dim = self._layers[self._layer].head_dim
+        layer, how = next(self._reads)
+        head_dim = how.head_dim
         rows, keys, values = (part[0].transpose(0, 1) for part in (q, k, v))
-        if call.qk_dim == call.v_dim:
-            kv = torch.stack((keys, values), 1)
-        else:
-            rows, kv = F.pad(rows, (0, head_dim - call.qk_dim)), pack_kv(keys, values, head_dim)
-        out = self._attend(self._first_layer + self._layer, rows.contiguous(), kv)
-        self._layer += 1
+        kv: Tensor | None = None
+        if layer not in self._written:
+            self._written.add(layer)
+            is_even = call.qk_dim == call.v_dim
+            kv = torch.stack((keys, values), 1) if is_even else pack_kv(keys, values, head_dim)
+        if call.qk_dim < head_dim:
+            rows = F.pad(rows, (0, head_dim - call.qk_dim))
+        out = self._attend(layer, rows.contiguous(), kv)
         return out.view(1, len(rows), call.num_heads, head_dim)[..., : call.v_dim].contiguous()
 
 
@@ -202,6 +209,14 @@ def pooled(call: AttentionCall, sinks: Tensor | None, max_positions: int) -> Lay
     head_dim = max(call.qk_dim, call.v_dim)
     scale = None if call.has_default_scale and head_dim == call.qk_dim else call.scale or call.qk_dim**-0.5
     return LayerAttention(window, scale, call.softcap, sinks, call.num_heads, call.num_kv_heads, head_dim)
+
+
+def _pool_layers(calls: Sequence[AttentionCall]) -> list[int]:
+    """The layer of the KV pool that each layer reads: its own, or that of its source."""
+    layers: list[int] = []
+    for call in calls:
+        layers.append(max(layers, default=-1) + 1 if call.source is None else layers[call.source])
+    return layers
 
 
 def _are_default(layers: Sequence[LayerAttention]) -> bool:
@@ -238,13 +253,18 @@ class _Streams:
     def _taking(self, index: int) -> Any:
         def take(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if index in self._wanted:
-                self.taken[index] = (args[0] if args else kwargs["hidden_states"])[0]
+                self.taken[index] = _rows(args[0] if args else kwargs["hidden_states"])
 
         return take
 
     def _take_last(self, _: nn.Module, __: Any, output: Any) -> None:
         if BEFORE_FINAL_NORM in self._wanted:
-            self.taken[BEFORE_FINAL_NORM] = (output[0] if isinstance(output, tuple) else output)[0]
+            self.taken[BEFORE_FINAL_NORM] = _rows(output[0] if isinstance(output, tuple) else output)
+
+
+def _rows(stream: Tensor) -> Tensor:
+    """[T, hidden] of a stream [1, T, hidden], or of the first of several, [n, 1, T, hidden]."""
+    return stream[0] if stream.dim() == 3 else stream[0, 0]
 
 
 def _decoder_layers(body: nn.Module, count: int) -> list[nn.Module]:
@@ -265,6 +285,7 @@ def _shape(config: Any, calls: Sequence[AttentionCall]) -> ModelShape:
         num_local_heads=widest.num_heads,
         num_local_kv_heads=widest.num_kv_heads,
         head_dim=max(widest.qk_dim, widest.v_dim),
+        num_shared_kv_layers=sum(call.source is not None for call in calls),
     )
 
 

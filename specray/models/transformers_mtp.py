@@ -65,7 +65,7 @@ class TransformersLayer:
 
     def __call__(self, x: Tensor, residual: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         assert residual is x
-        attention = PooledAttention(attend, [self.attention], self._kv_layer)
+        attention = PooledAttention(attend, [(self._kv_layer, self.attention)])
         return decode(self._body, positions, attention, inputs_embeds=x[None])
 
     @torch.no_grad()

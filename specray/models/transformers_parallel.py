@@ -67,16 +67,26 @@ def split_skeleton(model: Any, group: RankGroup) -> Split:
 
 
 def _heads(body: nn.Module) -> dict[str, tuple[int, int]]:
-    """The numbers of query and KV heads of each of the four linears of grouped-query attention, by its path."""
+    """The numbers of query and KV heads of each of the linears of grouped-query attention, by its path.
+
+    A layer without keys reads those of an earlier layer of its type; values may be made of the keys.
+    """
     found: dict[str, tuple[int, int]] = {}
+    kv_heads: dict[tuple[object, int], int] = {}  # of the last layer of each type
     for path, module in body.named_modules():
-        head_dim = getattr(module, "head_dim", None)
+        head_dim: Any = getattr(module, "head_dim", None)
         linears = {name: part for name, part in module.named_children() if isinstance(part, nn.Linear)}
-        if head_dim is None or not linears.keys() >= {"q_proj", "k_proj", "v_proj", "o_proj"}:
+        kind = getattr(module, "layer_type", None), head_dim
+        if head_dim is None or not (
+            linears.keys() >= {"q_proj", "o_proj"} and ("k_proj" in linears or kind in kv_heads)
+        ):
             continue
-        num_kv_heads = linears["k_proj"].out_features // head_dim
-        num_heads = linears["o_proj"].in_features * num_kv_heads // linears["v_proj"].out_features
-        found |= {f"{path}.{name}_proj": (num_heads, num_kv_heads) for name in "qkvo"}
+        if "k_proj" in linears:
+            kv_heads[kind] = linears["k_proj"].out_features // head_dim
+        num_heads = linears["o_proj"].in_features // head_dim
+        if "v_proj" in linears:  # whose heads may have another size
+            num_heads = linears["o_proj"].in_features * kv_heads[kind] // linears["v_proj"].out_features
+        found |= {f"{path}.{name}_proj": (num_heads, kv_heads[kind]) for name in "qkvo"}
     return found
 
 

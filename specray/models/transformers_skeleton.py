@@ -9,11 +9,12 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PretrainedConfig
 from transformers.initialization import no_init_weights
 from transformers.integrations.moe import ExpertsInterface
@@ -45,6 +46,13 @@ class AttentionCall:
     window: int | None
     softcap: float | None
     sinks: Tensor | None  # [heads]
+    source: int | None = None  # an earlier layer, whose keys and values it attends to instead of its own
+
+    @property
+    def kind(self) -> tuple[float | None, ...]:
+        """What calls share that attend alike, apart from their sinks."""
+        sizes = (self.num_heads, self.num_kv_heads, self.qk_dim, self.v_dim)
+        return (*sizes, self.scale, self.window, self.softcap)
 
     @property
     def has_default_scale(self) -> bool:
@@ -137,9 +145,12 @@ def attention_calls(model: Any) -> list[AttentionCall]:
     ConfigError if a layer keeps something else than keys and values, or masks in a way that it does not pass on.
     """
     calls: list[AttentionCall] = []
+    keys: list[Tensor] = []
 
-    def attention(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:  # noqa: ARG001
-        calls.append(call)
+    def attention(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
+        source = next((layer for layer, earlier in enumerate(keys) if earlier is k), None)
+        calls.append(replace(call, source=source))
+        keys.append(k)
         return q.new_empty(1, q.shape[2], q.shape[1], v.shape[-1])
 
     config = model.config
@@ -149,6 +160,7 @@ def attention_calls(model: Any) -> list[AttentionCall]:
             torch.no_grad(),
             torch.device("meta"),
             computing(attention, lambda _, hidden, *__: torch.empty_like(hidden)),
+            _unchecked_distributions(),
         ):
             zeros, mask = torch.zeros(1, 2, dtype=torch.int64), torch.empty(UNUSED_MASK_SHAPE)
             decoder_of(model)(input_ids=zeros, position_ids=zeros, attention_mask=mask, use_cache=False)
@@ -159,6 +171,16 @@ def attention_calls(model: Any) -> list[AttentionCall]:
         ) from error
     _check_calls(config, calls)
     return calls
+
+
+@contextmanager
+def _unchecked_distributions() -> Iterator[None]:
+    """Within it, torch's distributions (of Gemma 3n) do not look at arguments, which have no values on meta."""
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(__debug__)  # torch's default
 
 
 def decoder_of(model: Any) -> nn.Module:
@@ -175,7 +197,9 @@ def _check_layer_types(config: Any) -> None:
             f"model_type={config.model_type} has layers of type {others[0]}, which keep a state for each request "
             "instead of keys and values; that is not served yet: choose another model"
         )
-    if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", None):
+    # "vision": the tokens of an image attend to each other, those of a text to earlier ones.
+    bidirectional = getattr(config, "use_bidirectional_attention", None)
+    if getattr(config, "is_causal", True) is False or bidirectional not in (None, False, "vision"):
         raise ConfigError(f"model_type={config.model_type} attends to later tokens, so it is no decoder")
 
 
@@ -197,3 +221,9 @@ def _check_calls(config: Any, calls: list[AttentionCall]) -> None:
             f"layer {silent[0]} of model_type={kind} has a sliding window that its modules do not pass to attention; "
             "choose another model"
         )
+    for layer, call in enumerate(calls):
+        if call.source is not None and (call.kind != calls[call.source].kind or call.sinks is not None):
+            raise ConfigError(
+                f"layer {layer} of model_type={kind} reads the KV of layer {call.source}, but attends in another way; "
+                "choose another model"
+            )

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 from transformers.pytorch_utils import Conv1D
@@ -105,6 +106,7 @@ def _name_of(model: Any, wanted: nn.Module) -> str:
 
 def _make_buffers(model: Any, device: torch.device) -> None:
     """Compute the buffers that no checkpoint has, such as rotary frequencies, as transformers does."""
+    owners: dict[str, Any] = {path: part for path, part in model.named_modules() if isinstance(part, PreTrainedModel)}
     for name, module in model.named_modules():
         own = {key for key in module._non_persistent_buffers_set if module._buffers[key] is not None}
         for key in own:
@@ -112,7 +114,8 @@ def _make_buffers(model: Any, device: torch.device) -> None:
             filled = torch.full(buffer.shape, torch.nan if buffer.is_floating_point() else -1, dtype=buffer.dtype)
             module._buffers[key] = filled
         if own:
-            model._init_weights(module)  # leaves parameters alone: they are on the meta device
+            owner = max((path for path in owners if f"{name}.".startswith(f"{path}." if path else "")), key=len)
+            owners[owner]._init_weights(module)  # leaves parameters alone: they are on the meta device
         for key in own:
             if (module._buffers[key] != module._buffers[key]).any():
                 raise ConfigError(f"transformers does not compute the buffer {name}.{key} of {type(model).__name__}")

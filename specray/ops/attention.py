@@ -65,8 +65,8 @@ def pack_paths(sees: Tensor, kv_slots: Tensor) -> tuple[Tensor, Tensor]:
 
 
 # attend(layer, q [T, heads, dim], kv [T, 2, kv_heads, dim]) -> [T, heads * dim]; writes kv, then reads the pool. The
-# sizes are those of the layer's LayerAttention.
-Attend = Callable[[int, Tensor, Tensor], Tensor]
+# sizes are those of the layer's LayerAttention. Without kv it only reads: other queries wrote the step's KV.
+Attend = Callable[[int, Tensor, Tensor | None], Tensor]
 
 
 @runtime_checkable

@@ -72,8 +72,9 @@ class TorchAttention:
         return self._attend_groups([group], batch.slot_mapping)
 
     def _attend_groups(self, groups: list[_Group], slot_mapping: Tensor) -> Attend:
-        def attend(layer: int, q: Tensor, kv: Tensor) -> Tensor:
-            self._pools[layer].index_copy_(0, slot_mapping, kv)
+        def attend(layer: int, q: Tensor, kv: Tensor | None) -> Tensor:
+            if kv is not None:
+                self._pools[layer].index_copy_(0, slot_mapping, kv)
             if len(groups) == 1 and groups[0].queries is None:
                 return self._attend(layer, q, groups[0]).flatten(1)
             out = torch.empty_like(q)

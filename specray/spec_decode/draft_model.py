@@ -215,7 +215,7 @@ class DraftModel:
 
     def make_pool(self, num_slots: int) -> Tensor:
         shape, device = self._model.shape, self._model.embedding.weight.device
-        return make_pool(shape.num_layers, num_slots, shape.num_local_kv_heads, shape.head_dim, self._dtype, device)
+        return make_pool(shape.num_kv_layers, num_slots, shape.num_local_kv_heads, shape.head_dim, self._dtype, device)
 
     def read(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Final hidden states [T, hidden]; token_ids and positions are int64 [T]."""

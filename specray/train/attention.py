@@ -27,8 +27,9 @@ class ChainAttention:
         is_first_step = layer == len(self._shared)
         return x[:, self._start :] if is_first_step and layer == self._num_layers - 1 else x
 
-    def __call__(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, kv: Tensor | None) -> Tensor:
         """[B, queries, heads * dim] from q [B, queries, heads, dim] and new kv [B, n, 2, kv_heads, dim]."""
+        assert kv is not None
         batch, queries, heads, dim = q.shape
         kv_heads = kv.shape[3]
         k, v = kv.transpose(1, 3).unbind(2)
@@ -42,8 +43,9 @@ class ChainAttention:
         return mixed.permute(0, 3, 1, 2, 4).reshape(batch, queries, heads * dim)
 
 
-def attend_to_sequences(layer: int, q: Tensor, kv: Tensor) -> Tensor:  # noqa: ARG001
+def attend_to_sequences(layer: int, q: Tensor, kv: Tensor | None) -> Tensor:  # noqa: ARG001
     """The causal `attend` of whole sequences. Padding is at their ends, so no other position reads it."""
+    assert kv is not None
     k, v = kv.unbind(2)
     group = q.shape[2] // k.shape[2]
     k, v = (t.transpose(1, 2).repeat_interleave(group, 1) for t in (k, v))

@@ -49,7 +49,7 @@ class LoadedTarget:
         shape, dtype = self.model.shape, self.model.embedding.weight.dtype
         demand = demand_of(config, model_config, shape, folder, dtype, device, group, placement, uses_cuda_ipc)
         self.num_blocks = group.smallest(count_blocks(config, demand, self.context_length, device))
-        sizes = (shape.num_layers, shape.num_local_kv_heads, shape.head_dim, self.num_blocks, config.page_size)
+        sizes = (shape.num_kv_layers, shape.num_local_kv_heads, shape.head_dim, self.num_blocks, config.page_size)
         kv = KVCache(*sizes, kv_dtype(config, dtype), device)
         attention = make_backend(
             config.attention_backend,

@@ -131,7 +131,7 @@ def demand_of(
             if uses_cuda_ipc:
                 tokens = config.max_prefill_tokens + config.max_running_requests * _most_nodes(config)
                 dynamic += ring_bytes(tokens, _MANY_LAYERS * shape.hidden_size, dtype)
-    return Demand(num_layers * _layer_bytes(shape, kv_dtype(config, dtype)) + token, weights, dynamic)
+    return Demand(shape.num_kv_layers * _layer_bytes(shape, kv_dtype(config, dtype)) + token, weights, dynamic)
 
 
 def graph_bytes(num_buckets: int, largest: StepSize) -> int:
@@ -229,6 +229,11 @@ def _graph_rows(config: EngineConfig) -> int:
 
 
 def _layer_width(model_config: PretrainedConfig, shape: ModelShape) -> int:
-    """Values of a token that are alive at once inside a layer."""
+    """Values of a token that are alive at once inside a layer, with its inputs for the layers after it."""
     heads = (shape.num_local_heads + 2 * shape.num_local_kv_heads) * shape.head_dim
-    return 4 * shape.hidden_size + heads + 3 * int(model_config.intermediate_size)
+    of_layers = model_config.intermediate_size  # Gemma 3n: a list
+    ffn_size = max(of_layers) if isinstance(of_layers, list) else int(of_layers)
+    if getattr(model_config, "use_double_wide_mlp", False):
+        ffn_size *= 2
+    per_layer = shape.num_layers * (getattr(model_config, "hidden_size_per_layer_input", 0) or 0)
+    return 4 * shape.hidden_size + heads + 3 * ffn_size + per_layer

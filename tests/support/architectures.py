@@ -108,9 +108,9 @@ def write_architecture(name: str, folder: Path, seed: int = 5) -> PreTrainedMode
 
 
 def spread(name: str, tensor: torch.Tensor) -> None:
-    """Random values for which every part of a layer affects the output; norms around 1."""
+    """Random values for which every part of a layer affects the output; norms and scalars around 1."""
     with torch.no_grad():
-        if "norm" in name:
+        if "norm" in name or "scalar" in name:
             tensor.copy_(1 + 0.3 * torch.randn(tensor.shape))
         else:
             tensor.copy_(0.35 * torch.randn(tensor.shape))

@@ -53,6 +53,7 @@ def _traits(skeleton: Any) -> frozenset[str]:
         "softcap": any(call.softcap is not None for call in calls),
         "sinks": any(call.sinks is not None for call in calls),
         "heads differ": len(sizes) > 1,
+        "shared KV": any(call.source is not None for call in calls),
         "values of another size": any(call.v_dim != call.qk_dim for call in calls),
     }
     return frozenset(name for name, has in found.items() if has)

@@ -42,6 +42,22 @@ _EXPERTS: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
 }
+_GEMMA4: dict[str, Any] = {
+    **_WINDOW,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "global_head_dim": 16,
+    "final_logit_softcapping": 9.0,
+    "use_bidirectional_attention": "vision",
+    "pad_token_id": 1,
+}
+_PER_LAYER: dict[str, Any] = {
+    "num_hidden_layers": 5,
+    "num_kv_shared_layers": 2,  # they read the KV of layers 1 and 2
+    "sliding_window": 16,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "hidden_size_per_layer_input": 8,
+}
 _LATENT: dict[str, Any] = {
     "kv_lora_rank": 12,
     "q_lora_rank": 20,
@@ -76,15 +92,32 @@ SERVED: dict[str, tuple[str, dict[str, Any]]] = {
         _WINDOW | {"query_pre_attn_scalar": 12, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 9.0},
     ),
     "gemma3": ("Gemma3TextConfig", _WINDOW | {"query_pre_attn_scalar": 12}),
-    "gemma4": (
-        "Gemma4TextConfig",
-        _WINDOW
+    "gemma3n": (
+        "Gemma3nTextConfig",
+        _PER_LAYER
         | {
-            "global_head_dim": 16,
-            "vocab_size_per_layer_input": VOCAB_SIZE,
-            "hidden_size_per_layer_input": 8,
-            "num_kv_shared_layers": 0,
+            "activation_sparsity_pattern": [0.9, 0.0, 0.0, 0.0, 0.0],
+            "laurel_rank": 4,
+            "altup_num_inputs": 2,
+            "final_logit_softcapping": 9.0,
         },
+    ),
+    "gemma4": ("Gemma4TextConfig", _GEMMA4 | _PER_LAYER | {"use_double_wide_mlp": True}),  # as E2B and E4B
+    "gemma4-moe": (  # as 26B-A4B
+        "Gemma4TextConfig",
+        _GEMMA4
+        | _EXPERTS
+        | {
+            "enable_moe_block": True,
+            "top_k_experts": 2,
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+        },
+    ),
+    "gemma4_unified": (  # as 12B
+        "Gemma4UnifiedTextConfig",
+        _GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
     ),
     "gpt_oss": ("GptOssConfig", _EXPERTS | _WINDOW),
     "glm": ("GlmConfig", {}),
@@ -233,7 +266,7 @@ def logits_of(reference: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
 def logits_in_chunks(model: TargetModel, tokens: list[int], size: int) -> torch.Tensor:
     """Logits of all tokens of a prompt that is read `size` tokens at a time."""
     shape = model.shape
-    sizes = (shape.num_layers, len(tokens) + 1, shape.num_local_kv_heads, shape.head_dim)
+    sizes = (shape.num_kv_layers, len(tokens) + 1, shape.num_local_kv_heads, shape.head_dim)
     pool = make_pool(*sizes, torch.float32, torch.device("cpu"))
     attention = make_backend("auto", pool, shape.num_local_heads, layers=model.layer_attention)
     slots, parts = torch.arange(1, len(tokens) + 1), []

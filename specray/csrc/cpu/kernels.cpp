@@ -117,8 +117,8 @@ void specray_gated(
   });
 }
 
-// Writes kv [count, 2, kv_heads, dim] to slots `written`, then out [count, heads, dim] = attention of q over the pool.
-// q, kv and out are of `type`; the pool may be in int8.
+// Writes kv [count, 2, kv_heads, dim], unless it is null, to slots `written`, then out [count, heads, dim] = attention of
+// q over the pool. q, kv and out are of `type`; the pool may be in int8.
 void specray_attention(
     const LayerAttention* layer, const Requests* requests, const int64_t* written, int64_t count,
     const void* q, const void* kv, void* out, int32_t type, int32_t num_threads) {
@@ -130,6 +130,7 @@ void specray_attention(
     std::vector<float> row(2 * kv_width);
     member.share(int(count), [&](int64_t r) {
       read_row(q, type, r * width, int(width), queries.data() + r * width);
+      if (!kv) return;
       read_row(kv, type, r * 2 * kv_width, int(2 * kv_width), row.data());
       write_kv(pool, written[r], row.data(), row.data() + kv_width);
     });

@@ -79,13 +79,13 @@ class PagedAttend:
             tree_mask=pointer(mask),
         )
 
-    def __call__(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, kv: Tensor | None) -> Tensor:
         """See Attend."""
         backend = self.backend
-        assert q.dtype == kv.dtype, (q.dtype, kv.dtype)
+        assert kv is None or q.dtype == kv.dtype
         assert backend.pool.dtype in (q.dtype, torch.int8), (q.dtype, backend.pool.dtype)
         out = torch.empty(len(q), q.shape[1] * q.shape[2], dtype=q.dtype)
-        q, kv = q.contiguous(), kv.contiguous()
+        q, kv = q.contiguous(), None if kv is None else kv.contiguous()
         backend.kernels.attention(
             backend.address_of(layer),
             ctypes.byref(self.requests),

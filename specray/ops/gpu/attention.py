@@ -77,9 +77,10 @@ class TritonAttend:
         self._num_chunks = num_chunks
         self._prefixes = prefixes
 
-    def __call__(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, kv: Tensor | None) -> Tensor:
         """See Attend."""
-        self._backend.pools[layer].index_copy_(0, self._written, kv)
+        if kv is not None:
+            self._backend.pools[layer].index_copy_(0, self._written, kv)
         return self.read(layer, q)
 
     def rotated(

@@ -62,9 +62,10 @@ class RoutedAttend:
         self._backend, self._written = backend, written
         self._reads = reads  # of each layer
 
-    def __call__(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, kv: Tensor | None) -> Tensor:
         """See Attend."""
-        self._backend.pools[layer].index_copy_(0, self._written, kv)
+        if kv is not None:
+            self._backend.pools[layer].index_copy_(0, self._written, kv)
         return self._reads[layer](layer, q)
 
     def rotated(

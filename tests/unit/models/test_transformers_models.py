@@ -1,5 +1,6 @@
 """Loading transformers' modules: language models of image models, quantised weights, and what is refused."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,10 @@ _VISION = {
     "image_size": 28,
     "patch_size": 14,
 }
+_NO_VISION: dict[str, Any] = {"vision_config": None, "audio_config": None}
 IMAGE_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "gemma4": ("Gemma4Config", {}, _NO_VISION),
+    "gemma4_unified": ("Gemma4UnifiedConfig", {}, _NO_VISION),
     "gemma3": ("Gemma3Config", {}, {"mm_tokens_per_image": 4}),
     "mistral": ("Mistral3Config", {"model_type": "pixtral"}, {}),
     "llama": ("LlavaConfig", {"model_type": "clip_vision_model"}, {}),
@@ -53,7 +57,7 @@ def image_config(name: str) -> PretrainedConfig:
     class_name, vision, others = IMAGE_MODELS[name]
     text = decoder_config(name).to_dict()
     config: PretrainedConfig = getattr(transformers, class_name)(
-        text_config=text, vision_config=_VISION | vision, **others
+        **{"text_config": text, "vision_config": _VISION | vision} | others
     )
     config.tie_word_embeddings = False
     return config
@@ -98,6 +102,32 @@ class FakeGroup(RankGroup):
     def __init__(self) -> None:
         super().__init__()
         self.rank, self.size = 1, 2
+
+
+def test_layers_that_share_kv_read_it_and_write_none(tmp_path: Path) -> None:
+    write_decoder("gemma4", tmp_path)
+    model = load(tmp_path)
+    seen: list[tuple[int, bool]] = []
+
+    def attend(layer: int, q: torch.Tensor, kv: torch.Tensor | None) -> torch.Tensor:
+        seen.append((layer, kv is None))
+        return torch.zeros_like(q).flatten(1)
+
+    model(torch.tensor([5, 9]), torch.arange(2), attend)
+    assert seen == [(0, False), (1, False), (2, False), (1, True), (2, True)]
+    assert model.shape.num_layers == 5
+    assert model.layer_attention is not None
+    assert model.shape.num_kv_layers == len(model.layer_attention) == 3
+
+
+@pytest.mark.parametrize(("value", "is_served"), [("vision", True), ("all", False)])
+def test_text_of_a_model_whose_images_are_not_causal_is_served(value: str, is_served: bool) -> None:
+    config = transformers.Gemma4TextConfig(
+        **decoder_config("gemma4").to_dict() | {"use_bidirectional_attention": value}
+    )
+    skeleton = build_skeleton(config, torch.float32)
+    with nullcontext() if is_served else pytest.raises(ConfigError, match="attends to later tokens"):
+        attention_calls(skeleton)
 
 
 def test_a_rank_has_half_of_the_heads_and_a_plan_is_needed() -> None:

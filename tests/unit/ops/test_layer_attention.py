@@ -87,6 +87,21 @@ def check_batch(
         torch.testing.assert_close(result.double(), expected, atol=2e-5, rtol=1e-4)
 
 
+@backends
+@pytest.mark.parametrize("shapes", [[RequestShape(3, 2, [-1]), RequestShape(9, 1, [-1, 0, 0])]])
+def test_queries_without_kv_read_what_others_wrote(backend: str, shapes: list[RequestShape]) -> None:
+    torch.manual_seed(0)
+    pool = torch.randn(1, NUM_SLOTS, 2, KV_HEADS, DIM)
+    rows = make_rows(shapes, True)
+    attend = make_backend(backend, pool, HEADS, layers=LAYERS[2:3]).plan(rows)
+    q, kv = torch.randn(len(rows.slot_mapping), HEADS, DIM), torch.randn(len(rows.slot_mapping), 2, KV_HEADS, DIM)
+    first = attend(0, q, kv)
+    written = pool.clone()
+    assert torch.equal(attend(0, q, None), first)
+    assert torch.equal(pool, written)
+    assert not torch.equal(attend(0, q, kv + 1.0), first)
+
+
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_nodes_of_a_padded_batch_attend_as_those_of_a_ragged_one(backend: str) -> None:
     torch.manual_seed(0)

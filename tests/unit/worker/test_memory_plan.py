@@ -16,6 +16,7 @@ from specray.models.registry import load_config, shape_of
 from specray.worker.buckets import MAX_TOKENS, Bucket, buckets, node_buckets, row_buckets
 from specray.worker.memory_plan import CONTEXT_BYTES, Demand, demand_of, pool_bytes
 from specray.worker.remote_drafter.handshake import DraftPlacement
+from tests.support.decoders import write_decoder
 from tests.support.heads import write_random_head
 
 GIB = 1 << 30
@@ -107,6 +108,15 @@ def test_layers_of_the_targets_own_checkpoint_are_counted_like_its_others(toy: P
     )
     assert seen.token == 2 * demand(toy, CPU).token
     assert seen.weights == 2 * ((toy / "model.safetensors").stat().st_size // 4)
+
+
+@pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
+def test_layers_that_share_kv_take_no_memory_for_it(name: str, tmp_path: Path) -> None:
+    write_decoder(name, tmp_path)
+    seen = demand(tmp_path)
+    widest = 16 if name == "gemma4" else 8
+    assert seen.token == 3 * 2 * 2 * widest * 2  # layers with KV, K and V, KV heads, head dim, bytes
+    assert seen.dynamic > 0
 
 
 @pytest.mark.parametrize("wrong", [None, "many", [1], {}, -3, 2.5])
