@@ -77,12 +77,12 @@ def _heads(body: nn.Module) -> dict[str, tuple[int, int]]:
         head_dim: Any = getattr(module, "head_dim", None)
         linears = {name: part for name, part in module.named_children() if isinstance(part, nn.Linear)}
         kind = getattr(module, "layer_type", None), head_dim
-        if head_dim is None or not (
-            linears.keys() >= {"q_proj", "o_proj"} and ("k_proj" in linears or kind in kv_heads)
-        ):
+        if head_dim is None or not linears.keys() >= {"q_proj", "o_proj"}:
             continue
         if "k_proj" in linears:
             kv_heads[kind] = linears["k_proj"].out_features // head_dim
+        elif kind not in kv_heads:
+            continue
         num_heads = linears["o_proj"].in_features // head_dim
         if "v_proj" in linears:  # whose heads may have another size
             num_heads = linears["o_proj"].in_features * kv_heads[kind] // linears["v_proj"].out_features

@@ -20,7 +20,7 @@ from specray.models.transformers_parallel import split_skeleton
 from specray.models.transformers_skeleton import attention_calls, build_skeleton
 from specray.ops.cpu.library import kernels
 from tests.support.architectures import spread
-from tests.support.decoders import SMALL, decoder_config, logits_in_chunks, write_decoder
+from tests.support.decoders import decoder_config, logits_in_chunks, write_decoder
 from tests.support.toy import toy_tokenizer
 
 TOKENS = [0, 5, 63, 17, 17, 40, 2, 9, 9, 31, 50, 8]
@@ -137,14 +137,6 @@ def test_a_rank_has_half_of_the_heads_and_a_plan_is_needed() -> None:
     assert {(call.num_heads, call.num_kv_heads) for call in attention_calls(skeleton)} == {(2, 1)}
     with pytest.raises(ConfigError, match="tp_size=2: transformers has no plan that splits model_type=gpt2"):
         split_skeleton(build_skeleton(decoder_config("gpt2"), torch.float32), FakeGroup())
-
-
-def test_heads_that_ranks_cannot_share_are_refused() -> None:
-    config = transformers.LlamaConfig(**SMALL | {"num_key_value_heads": 1})
-    skeleton = build_skeleton(config, torch.float32)
-    split_skeleton(skeleton, FakeGroup())
-    with pytest.raises(ConfigError, match="cannot run over one flat batch"):
-        attention_calls(skeleton)
 
 
 def test_layers_that_mix_tokens_beside_attention_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
