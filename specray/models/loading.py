@@ -57,7 +57,7 @@ class Loader:
         if (matrix := self._reader.matrix(name)) is not None:
             self._note(name, matrix.shape, shape)
             rows, columns = (part, slice(None)) if dim == 0 else (slice(None), part)
-            return matrix.part(rows, columns, self.device).to(self.dtype)
+            return matrix.part(rows, columns, self.device, self.dtype)
         tensor = self.stored(name, shape)
         if not tensor.is_floating_point() or tensor.dtype.itemsize == 1:
             raise ConfigError(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from specray.errors import ConfigError
-from specray.models.quantized_matrices import IntMatrix, ScaledMatrix, StoredMatrix, WordLayout
+from specray.models.quantized_matrices import IntMatrix, Mxfp4Experts, ScaledMatrix, StoredMatrix, WordLayout
 
 Get = Callable[[str], Tensor]  # a stored tensor by name
 
@@ -26,7 +26,7 @@ class Format(Protocol):
     """How the matrices of a checkpoint are stored."""
 
     def parts(self, stored: Collection[str]) -> dict[str, list[str]]:
-        """The stored tensors of each quantised matrix `*.weight`."""
+        """The stored tensors of each quantised matrix, by its name."""
 
     def matrix(self, name: str, parts: list[str], get: Get) -> StoredMatrix:
         """Matrix `name`. ConfigError if its parts do not fit."""
@@ -160,6 +160,19 @@ class _PackedOutputsFirst:
         return IntMatrix.of(name, self.layout, words, zeros, scales, tensors.get("weight_g_idx", self.group_size))
 
 
+@dataclass(frozen=True, slots=True)
+class _Mxfp4:
+    """`*_blocks` and `*_scales` of gpt-oss."""
+
+    def parts(self, stored: Collection[str]) -> dict[str, list[str]]:
+        names = [name.removesuffix("_blocks") for name in stored if name.endswith("_blocks")]
+        return {name: [f"{name}_blocks", f"{name}_scales"] for name in names}
+
+    def matrix(self, name: str, parts: list[str], get: Get) -> StoredMatrix:
+        blocks, scales = (get(part) for part in parts)
+        return Mxfp4Experts.of(name, blocks, scales)
+
+
 def _parts_of(stored: Collection[str], marker: str, needed: list[str], optional: list[str]) -> dict[str, list[str]]:
     """The parts of every matrix that has a tensor *.`marker`; optional parts only where they are stored."""
     prefixes = [name.removesuffix(f".{marker}") for name in stored if name.endswith(f".{marker}")]
@@ -200,6 +213,10 @@ def _fbgemm_fp8(settings: _Settings) -> Format:  # noqa: ARG001
     return _Scaled(None)
 
 
+def _mxfp4(settings: _Settings) -> Format:  # noqa: ARG001
+    return _Mxfp4()
+
+
 def _compressed_tensors(settings: _Settings) -> Format:
     form = settings.get("format", default="dense")
     settings.one_of(form, "format", ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized"))
@@ -238,5 +255,6 @@ _METHODS: dict[str, Callable[[_Settings], Format]] = {
     "gptq": _gptq,
     "fp8": _fp8,
     "fbgemm_fp8": _fbgemm_fp8,
+    "mxfp4": _mxfp4,
     "compressed-tensors": _compressed_tensors,
 }

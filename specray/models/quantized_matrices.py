@@ -18,13 +18,13 @@ _WORD = 32  # bits
 
 
 class StoredMatrix(Protocol):
-    """A matrix [outs, ins] of a linear layer."""
+    """A matrix [outs, ins] of a linear layer, or those [experts, ins, outs] of a layer's experts."""
 
     @property
-    def shape(self) -> tuple[int, int]: ...
+    def shape(self) -> tuple[int, ...]: ...
 
-    def part(self, rows: slice, columns: slice, device: torch.device) -> Tensor:
-        """float32 weights of these outputs and inputs."""
+    def part(self, rows: slice, columns: slice, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """The weights at these places of the first and the second dimension."""
 
     def grouped(self) -> GroupedWeight | None:
         """The stored integers and scales for the CPU kernels; None if they have no such format."""
@@ -57,13 +57,13 @@ class ScaledMatrix:
     def shape(self) -> tuple[int, int]:
         return len(self.stored), self.stored.shape[1]
 
-    def part(self, rows: slice, columns: slice, device: torch.device) -> Tensor:
+    def part(self, rows: slice, columns: slice, device: torch.device, dtype: torch.dtype) -> Tensor:
         weights = self.stored[rows, columns].to(device, torch.float32)
         scales = self.scales.to(device, torch.float32)
         for dim, (part, length, size) in enumerate(zip((rows, columns), self.shape, self.block, strict=True)):
             places = torch.arange(*part.indices(length), device=device) // size
             scales = scales.index_select(dim, places) if scales.shape[dim] > 1 else scales
-        return weights.mul_(scales)
+        return weights.mul_(scales).to(dtype)
 
     def grouped(self) -> GroupedWeight | None:
         outs, ins = self.shape
@@ -135,10 +135,10 @@ class IntMatrix:
             raise _damaged(name, f"has groups {found} and {len(scales)} scales of each output")
         return cls(layout, (outs, ins), words, zeros, scales, index)
 
-    def part(self, rows: slice, columns: slice, device: torch.device) -> Tensor:
+    def part(self, rows: slice, columns: slice, device: torch.device, dtype: torch.dtype) -> Tensor:
         places = self.groups[columns].to(device)
         scales, zeros = (part.to(device).index_select(1, places) for part in self._per_group(rows))
-        return (self._ints(rows, columns, device) - zeros).mul_(scales)
+        return (self._ints(rows, columns, device) - zeros).mul_(scales).to(dtype)
 
     def grouped(self) -> GroupedWeight | None:
         ins = self.shape[1]
@@ -178,6 +178,53 @@ class IntMatrix:
         return self.layout.unpacked(self.words[columns, words].to(device))[:, inside].t().float()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Mxfp4Experts:
+    """w = 2^(scale - 127) * stored for the matrices [experts, ins, outs] of a layer's experts (OCP Microscaling 1.0).
+
+    Two numbers of four bits (E2M1) are in a byte, the first in its low bits. 32 neighbouring inputs share a scale.
+    """
+
+    blocks: Tensor  # uint8 [experts, outs, groups of inputs, bytes of a group]
+    scales: Tensor  # uint8 [experts, outs, groups of inputs]
+
+    @classmethod
+    def of(cls, name: str, blocks: Tensor, scales: Tensor) -> "Mxfp4Experts":
+        """ConfigError if the parts do not fit."""
+        sizes = tuple(blocks.shape), tuple(scales.shape)
+        is_fitting = len(sizes[0]) == 4 and sizes[0][:3] == sizes[1] and sizes[0][3] == _MX_BLOCK // 2
+        if not is_fitting or any(part.dtype != torch.uint8 for part in (blocks, scales)):
+            found = " and ".join(f"{part.dtype} {list(part.shape)}" for part in (blocks, scales))
+            raise _damaged(name, f"has blocks and scales {found}")
+        return cls(blocks, scales)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        experts, outs, groups = self.scales.shape
+        return experts, groups * _MX_BLOCK, outs
+
+    def part(self, rows: slice, columns: slice, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """See StoredMatrix. The outputs of an expert are contiguous, as linears have them."""
+        chosen = range(*rows.indices(self.shape[0]))
+        num_columns = len(range(*columns.indices(self.shape[1])))
+        weights = torch.empty(len(chosen), self.shape[2], num_columns, device=device, dtype=dtype)
+        for place, expert in enumerate(chosen):  # one at a time, because numbers in float32 take eight times the memory
+            weights[place] = self._expert(expert, device)[:, columns]
+        return weights.transpose(1, 2)
+
+    def grouped(self) -> None:
+        """See StoredMatrix."""
+
+    def _expert(self, index: int, device: torch.device) -> Tensor:
+        """float32 [outs, ins]."""
+        pairs = torch.tensor(_E2M1_PAIRS, device=device)[self.blocks[index].to(device, torch.int32)]
+        exponents = self.scales[index].to(device, torch.int32) - _MX_BIAS
+        return torch.ldexp(pairs.flatten(2), exponents[..., None]).flatten(1)
+
+
+_MX_BLOCK, _MX_BIAS = 32, 127
+_E2M1 = [sign * value for sign in (1.0, -1.0) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
+_E2M1_PAIRS = [[_E2M1[byte & 15], _E2M1[byte >> 4]] for byte in range(256)]
 _BYTES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 
 

@@ -283,10 +283,12 @@ def _linears(
         delattr(module, parameter)
     linears = []
     for weight, bias in zip(weights, biases, strict=True):
-        matrix = part_of(weight.t() if module.is_transposed else weight).contiguous()
+        matrix = part_of(weight.t() if module.is_transposed else weight)
+        if matrix.numel() < weight.numel():  # a view would keep the parts of other ranks in memory
+            matrix = matrix.clone()
         if bias is not None and len(matrix) < len(bias):
             bias = part_of(bias[:, None])[:, 0]
-        linears.append(make_linear(matrix, bias if has_bias else None, quantization))
+        linears.append(make_linear(matrix.contiguous(), bias if has_bias else None, quantization))
     return linears
 
 

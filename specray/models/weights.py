@@ -5,6 +5,7 @@ weight, whatever the names of its parts are.
 """
 
 import json
+import math
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -56,7 +57,14 @@ class WeightReader:
         matrix = self.matrix(name)
         if matrix is None:
             return self._stored(name)
-        return matrix.part(slice(None), slice(None), torch.device("cpu"))
+        return matrix.part(slice(None), slice(None), torch.device("cpu"), torch.float32)
+
+    def num_weights(self) -> int:
+        """Numbers in all tensors, with quantised matrices as they are expanded. Reads headers only."""
+        matrices = (self.matrix(name) for name in self._names.parts)
+        return sum(math.prod(matrix.shape) for matrix in matrices if matrix is not None) + sum(
+            self._stored(name).numel() for name in self._names.plain
+        )
 
     def _stored(self, name: str) -> Tensor:
         file = self._file_of.get(name)

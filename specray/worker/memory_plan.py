@@ -20,6 +20,7 @@ from specray.errors import ConfigError
 from specray.layers.parallel import RankGroup
 from specray.models.files import resolve_draft
 from specray.models.target_model import ModelShape
+from specray.models.weights import WeightReader
 from specray.ops.attention import row_bytes
 from specray.spec_decode import method_of
 from specray.worker.buckets import buckets, draft_row_buckets
@@ -31,7 +32,6 @@ _LOGITS_COPIES = 6  # float32 tensors of all logits that sampling needs at once
 _GRAPH_BYTES = 16 << 20  # that the driver keeps for a captured forward pass, or for drafting a tree
 CONTEXT_BYTES = 600 << 20  # of CUDA and its libraries, in each process on the device
 logger = logging.getLogger(__name__)
-_WEIGHT_FILES = ("*.safetensors", "*.bin")
 _MANY_NODES = 8  # of a tree, where num_draft_tokens is automatic
 _MANY_LAYERS = 3  # whose hidden states an EAGLE-3 head reads
 
@@ -115,7 +115,7 @@ def demand_of(
     for drafter in filter(_has_draft_model, drafters):
         if drafter.draft_model_path is None:  # layers of the target's own checkpoint, like its others
             count = getattr(model_config, "num_nextn_predict_layers", None) or 0
-            weights += count * (_file_bytes(folder) // (num_layers + count))
+            weights += count * (_weight_bytes(folder, config.load_format, dtype) // (num_layers + count))
             token += count * layer_token
         else:
             own_weights, own_token = _draft(drafter, dtype)
@@ -164,15 +164,17 @@ def _draft(speculative: SpeculativeConfig, dtype: torch.dtype) -> tuple[int, int
     """(bytes of the draft model's weights, bytes of its KV of a token)."""
     try:
         folder = resolve_draft(speculative, progress=False)
-        return _file_bytes(folder), _token_bytes(folder, dtype)
+        return _weight_bytes(folder, speculative.draft_load_format, dtype), _token_bytes(folder, dtype)
     # Its own process reports the error; the target serves without drafts.
     except (ConfigError, OSError, TypeError, ValueError) as error:
         logger.warning("no memory is planned for the draft model: %s", error)
         return 0, 0
 
 
-def _file_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for pattern in _WEIGHT_FILES for path in folder.glob(pattern))
+def _weight_bytes(folder: Path, load_format: str, dtype: torch.dtype) -> int:
+    """Bytes of a checkpoint's weights in `dtype`, of which a quantised one's files have fewer."""
+    with WeightReader(folder, load_format) as reader:
+        return reader.num_weights() * dtype.itemsize
 
 
 def _token_bytes(folder: Path, dtype: torch.dtype) -> int:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.layers.parallel import RankGroup
@@ -17,6 +18,7 @@ from specray.worker.buckets import MAX_TOKENS, Bucket, buckets, node_buckets, ro
 from specray.worker.memory_plan import CONTEXT_BYTES, Demand, demand_of, pool_bytes
 from specray.worker.remote_drafter.handshake import DraftPlacement
 from tests.support.decoders import write_decoder
+from tests.support.gpt_oss import write_gpt_oss
 from tests.support.heads import write_random_head
 
 GIB = 1 << 30
@@ -97,7 +99,7 @@ def test_kv_of_the_target_and_its_head_is_counted(toy: Path, tmp_path: Path) -> 
     plain, drafted = (demand(toy, CPU, speculative=each) for each in (SpeculativeConfig(), speculative))
     assert plain == Demand(2 * 2 * 2 * 8 * 2)  # layers, K and V, KV heads, head dim, bytes
     assert drafted.token - plain.token == 1 * 2 * 1 * 16 * 2
-    assert drafted.weights == (head / "model.safetensors").stat().st_size
+    assert drafted.weights == 2 * sum(tensor.numel() for tensor in load_file(head / "model.safetensors").values())
 
 
 def test_layers_of_the_targets_own_checkpoint_are_counted_like_its_others(toy: Path) -> None:
@@ -107,7 +109,15 @@ def test_layers_of_the_targets_own_checkpoint_are_counted_like_its_others(toy: P
         config, toy_config, shape_of(toy_config, RankGroup()), toy, torch.bfloat16, CPU, RankGroup(), False
     )
     assert seen.token == 2 * demand(toy, CPU).token
-    assert seen.weights == 2 * ((toy / "model.safetensors").stat().st_size // 4)
+    weights = sum(tensor.numel() for tensor in load_file(toy / "model.safetensors").values())
+    assert seen.weights == 2 * (2 * weights // 4)
+
+
+def test_a_quantised_draft_model_is_counted_as_it_is_expanded(toy: Path, tmp_path: Path) -> None:
+    draft = write_gpt_oss(tmp_path)
+    speculative = SpeculativeConfig(algorithm="STANDALONE", draft_model_path=str(tmp_path))
+    weights = demand(toy, CPU, speculative=speculative).weights
+    assert weights == 2 * sum(parameter.numel() for parameter in draft.parameters())
 
 
 @pytest.mark.parametrize("name", ["gemma3n", "gemma4"])

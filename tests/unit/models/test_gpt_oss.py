@@ -1,0 +1,95 @@
+"""gpt-oss checkpoints as they are published: MXFP4 experts, and every key of their configuration."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from specray.errors import ConfigError
+from specray.models.quantized_matrices import Mxfp4Experts
+from tests.support.decoders import logits_in_chunks, logits_of
+from tests.support.engine import make_llm
+from tests.support.gpt_oss import expanded, write_gpt_oss
+
+TOKENS = [0, *(7 * place % 64 for place in range(80))]  # beyond the windows and YaRN's original context
+GATES, DOWNS = "model.layers.0.mlp.experts.gate_up_proj", "model.layers.1.mlp.experts.down_proj"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_mxfp4_experts_are_those_of_transformers_bit_for_bit(dtype: torch.dtype) -> None:
+    random = np.random.default_rng(0)
+    blocks = random.permutation(np.tile(np.arange(256, dtype=np.uint8), 18)).reshape(3, 16, 6, 16)
+    scales = random.integers(0, 253, (3, 16, 6), dtype=np.uint8)  # larger ones overflow
+    stored = Mxfp4Experts.of("experts", torch.from_numpy(blocks), torch.from_numpy(scales))
+    whole = stored.part(slice(None), slice(None), torch.device("cpu"), dtype)
+    theirs = convert_moe_packed_tensors(torch.from_numpy(blocks), torch.from_numpy(scales), dtype=dtype)
+    assert whole.shape == stored.shape == (3, 192, 16)
+    assert whole.dtype is dtype
+    assert torch.equal(whole, theirs)
+    assert torch.equal(torch.signbit(whole), torch.signbit(theirs))
+    assert np.array_equal(
+        stored.part(slice(None), slice(None), torch.device("cpu"), torch.float32), expanded(blocks, scales)
+    )
+    part = stored.part(slice(1, 3), slice(40, 100), torch.device("cpu"), dtype)
+    assert torch.equal(part, whole[1:3, 40:100])
+
+
+def test_logits_are_those_of_the_expanded_weights(tmp_path: Path) -> None:
+    """With YaRN, windows, sinks, clamped units and all biases."""
+    reference = write_gpt_oss(tmp_path)
+    expected = logits_of(reference, TOKENS)
+    assert expected.std() > 0.3
+    with make_llm(tmp_path) as llm:
+        model = llm._executor.worker.model
+        assert model.max_positions == 1024
+        for size in (len(TOKENS), 7):
+            torch.testing.assert_close(logits_in_chunks(model, TOKENS, size), expected, atol=1e-4, rtol=0.0)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("swiglu_limit", 3.0),
+        ("sliding_window", 40),
+        ("rope_theta", 10000),
+        ("rope_scaling", {"rope_type": "default"}),
+        ("layer_types", ["full_attention", "full_attention"]),
+        ("num_experts_per_tok", 1),
+        ("rms_norm_eps", 0.1),
+    ],
+)
+def test_keys_of_the_configuration_are_honoured(key: str, value: Any, tmp_path: Path) -> None:
+    reference = write_gpt_oss(tmp_path)
+    before = logits_of(reference, TOKENS)
+    changed = write_gpt_oss(tmp_path, **{key: value})
+    expected = logits_of(changed, TOKENS)
+    assert (expected - before).abs().max() > 1e-2, "the key changes the logits"
+    with make_llm(tmp_path) as llm:
+        torch.testing.assert_close(logits_in_chunks(llm._executor.worker.model, TOKENS, 7), expected, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(f"{GATES}_scales"), f"has no tensor '{GATES}_scales'"),
+        (lambda t: t.pop(f"{DOWNS}_blocks"), f"lacks 1 tensors of GptOssForCausalLM: {DOWNS}"),
+        (lambda t: t.update({f"{GATES}_scales": t[f"{GATES}_scales"][:, :-1].clone()}), f"matrix {GATES} has blocks"),
+        (lambda t: t.update({f"{GATES}_blocks": t[f"{GATES}_blocks"][..., :8].clone()}), f"matrix {GATES} has blocks"),
+        (lambda t: t.update({f"{GATES}_blocks": t[f"{GATES}_blocks"].float()}), f"matrix {GATES} has blocks"),
+        (
+            lambda t: t.update({f"{GATES}_{part}": t[f"{GATES}_{part}"][:3].clone() for part in ("blocks", "scales")}),
+            rf"{GATES} has shape \[3, 64, 64\], but config.json implies \[4, 64, 64\]",
+        ),
+    ],
+)
+def test_damaged_experts_give_one_error(change: Any, message: str, tmp_path: Path) -> None:
+    write_gpt_oss(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=message):
+        make_llm(tmp_path)
