@@ -50,7 +50,7 @@ class ReasoningMarks(NamedTuple):
     """The texts around the reasoning that an output may begin with. Stop strings act on the answer after it."""
 
     start: str = "<think>"
-    end: str = "</think>"
+    ends: tuple[str, ...] = ("</think>",)  # the first of them ends it
     is_open: bool = False  # the output begins inside, after a start in the prompt for example
 
 

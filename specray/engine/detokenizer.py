@@ -5,6 +5,7 @@ token for any split of the same output into steps. Text that may be the start of
 strings act on the answer, not on the reasoning before it.
 """
 
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -171,7 +172,9 @@ class AnswerStart:
 
     def __init__(self, marks: ReasoningMarks | None) -> None:
         self.is_answer = marks is None  # it has begun
-        self._start, self._end, self.has_reasoning = marks or ("", "", False)
+        self._start, ends, self.has_reasoning = marks or ("", ("",), False)
+        self._ends = re.compile("|".join(map(re.escape, ends)))
+        self._num_kept = max(map(len, ends)) - 1  # characters that may be the start of an end
         self._undecided = ""  # text that may be about to contain a mark
 
     def feed(self, text: str) -> str:
@@ -185,9 +188,8 @@ class AnswerStart:
             self.is_answer = not self.has_reasoning
             if self.is_answer:
                 return self._undecided
-        _, end, answer = self._undecided.partition(self._end)
-        if end:
+        if end := self._ends.search(self._undecided):
             self.is_answer = True
-            return answer
-        self._undecided = self._undecided[1 - len(self._end) :]
+            return self._undecided[end.end() :]
+        self._undecided = self._undecided[-self._num_kept :]
         return ""

@@ -21,8 +21,10 @@ ToolCallParserName = Literal[
     "deepseekv31",
     "deepseek_v31",
     "pythonic",
+    "gpt-oss",
+    "openai",
 ]
-ReasoningParserName = Literal["deepseek-r1", "deepseek_r1", "qwen3"]
+ReasoningParserName = Literal["deepseek-r1", "deepseek_r1", "qwen3", "gpt-oss", "openai_gptoss"]
 
 
 def _listed(value: object) -> object:

@@ -1,4 +1,4 @@
-"""gpt-oss as it is published: its config.json, MXFP4 experts, tokens of the harmony format and generation_config.json.
+"""gpt-oss as it is published: its config.json, MXFP4 experts, generation_config.json, tokens and chat template.
 
 Small checkpoints have the names and layout of openai/gpt-oss-20b. Experts are quantised by numpy code that is written
 from the definition of MXFP4 (OCP Microscaling Formats 1.0) and shares nothing with the code that reads them.
@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from transformers import GptOssConfig, GptOssForCausalLM
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedTokenizerFast
 
 from tests.support.architectures import spread
 from tests.support.toy import VOCAB_SIZE, toy_tokenizer
@@ -32,6 +33,81 @@ GENERATION = {
     "pad_token_id": 199999,
     "transformers_version": "4.55.0.dev0",
 }
+SPECIALS = (
+    "<|startoftext|>",
+    "<|endoftext|>",
+    "<|return|>",
+    "<|constrain|>",
+    "<|channel|>",
+    "<|start|>",
+    "<|end|>",
+    "<|message|>",
+    "<|call|>",
+)
+# Takes what the published one takes and raises where it does; shorter, and without the types of parameters.
+TEMPLATE = """
+{%- set effort = reasoning_effort if reasoning_effort is defined else "medium" -%}
+{{- "<|start|>system<|message|>" + (model_identity if model_identity is defined else "You are ChatGPT.") -}}
+{{- "\\nReasoning: " + effort + "<|end|>" -}}
+{%- set first = messages[0].content if messages[0].role in ("developer", "system") else "" -%}
+{%- set rest = messages[1:] if messages[0].role in ("developer", "system") else messages -%}
+{%- if first or tools -%}
+    {{- "<|start|>developer<|message|>" + first -}}
+    {%- if tools -%}
+        {{- "namespace functions {" -}}
+        {%- for tool in tools -%}
+            {{- "type " + tool.function.name + " = (_: " + tool.function.parameters|tojson + ") => any;" -}}
+        {%- endfor -%}
+        {{- "}" -}}
+    {%- endif -%}
+    {{- "<|end|>" -}}
+{%- endif -%}
+{%- set last = namespace(name=none) -%}
+{%- for message in rest -%}
+    {%- if message.role == "assistant" and "tool_calls" in message -%}
+        {%- if message.content and message.thinking -%}
+            {{- raise_exception("Cannot pass both content and thinking") -}}
+        {%- endif -%}
+        {%- if message.thinking -%}
+            {{- "<|start|>assistant<|channel|>analysis<|message|>" + message.thinking + "<|end|>" -}}
+        {%- endif -%}
+        {%- set call = message.tool_calls[0].function -%}
+        {{- "<|start|>assistant to=functions." + call.name + "<|channel|>commentary json<|message|>" -}}
+        {{- call.arguments|tojson + "<|call|>" -}}
+        {%- set last.name = call.name -%}
+    {%- elif message.role == "assistant" -%}
+        {%- if loop.last and not add_generation_prompt -%}
+            {%- if "thinking" in message -%}
+                {{- "<|start|>assistant<|channel|>analysis<|message|>" + message.thinking + "<|end|>" -}}
+            {%- endif -%}
+            {{- "<|start|>assistant<|channel|>final<|message|>" + message.content + "<|return|>" -}}
+        {%- else -%}
+            {{- "<|start|>assistant<|channel|>final<|message|>" + message.content + "<|end|>" -}}
+            {%- set last.name = none -%}
+        {%- endif -%}
+    {%- elif message.role == "tool" -%}
+        {%- if last.name is none -%}
+            {{- raise_exception("no previous assistant message with a tool call") -}}
+        {%- endif -%}
+        {{- "<|start|>functions." + last.name + " to=assistant<|channel|>commentary<|message|>" -}}
+        {{- message.content|tojson + "<|end|>" -}}
+    {%- elif message.role == "user" -%}
+        {{- "<|start|>user<|message|>" + message.content + "<|end|>" -}}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|start|>assistant{%- endif -%}
+"""
+
+
+def harmony_tokenizer() -> PreTrainedTokenizerFast:
+    """Every byte is a token, and so are the marks of the harmony format."""
+    alphabet = {char: index for index, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in SPECIALS])
+    names = {"bos_token": "<|startoftext|>", "eos_token": "<|return|>", "pad_token": "<|endoftext|>"}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=TEMPLATE, **names)  # type: ignore[no-untyped-call]
 
 
 def published_config(num_layers: int, num_experts: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from specray.models.target_model import BEFORE_FINAL_NORM
 from tests.support.eagle_toy import Layout, ToyHead, _spelled, _tensors, save_bin, save_safetensors
 from tests.support.toy import VOCAB_SIZE
 
@@ -99,6 +100,46 @@ _GPT_OSS = {
     "num_hidden_layers": 1,
     "rms_norm_eps": 1e-05,
     "vocab_size": 201088,
+}
+_GPT_OSS_YARN = {
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "rope_type": "yarn",
+    "truncate": False,
+}
+_MODEL_OPTIMIZER: dict[str, Any] = {  # the template of NVIDIA's Model Optimizer, which exports llama3's positions
+    "architectures": ["LlamaForCausalLMEagle3"],
+    **_GPT_OSS,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "draft_vocab_size": 201088,
+    "initializer_range": 0.02,
+    "intermediate_size": 17280,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "pretraining_tp": 1,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "factor": 8.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "eagle_config": {
+        "use_aux_hidden_state": True,
+        "use_input_layernorm_in_first_layer": True,
+        "use_last_layernorm": True,
+        "use_mtp_layernorm": False,
+        "next_layer_regular": True,
+        "parallel_draft_step": 1,
+        "parallel_draft_heads_num_layers": 1,
+    },
 }
 _EAGLE1_SPECULATORS = {
     "architectures": ["EagleSpeculator"],
@@ -318,6 +359,42 @@ PUBLISHED: dict[str, Published] = {
         },
         layer="midlayer.",
     ),
+    "NVIDIA, EAGLE-3 v3 for gpt-oss 120B": Published(
+        3,
+        36,
+        (24, 30, BEFORE_FINAL_NORM),
+        _MODEL_OPTIMIZER
+        | {
+            IDS: [24, 30, 36],  # at both levels, and by the code that they are for, layers whose input is read
+            "norm_before_fc": True,
+            "layer_types": ["sliding_attention"],
+            "sliding_window": 128,
+            "target_layer_count": 36,
+            "rope_theta": 150000,
+            "rope_scaling": _GPT_OSS_YARN,
+            "eagle_config": _MODEL_OPTIMIZER["eagle_config"] | {IDS: [24, 30, 36], "norm_before_fc": True},
+        },
+        small={**_INDIVISIBLE, IDS: [2, 4, 6], "draft_vocab_size": VOCAB_SIZE},
+        small_layers=(2, 4, 6),
+        layer="midlayer.",
+    ),
+    "NVIDIA, EAGLE-3 for long contexts of gpt-oss 120B": Published(
+        3,
+        36,
+        (2, 18, 33),
+        _MODEL_OPTIMIZER | {"eagle_config": _MODEL_OPTIMIZER["eagle_config"] | {IDS: [1, 17, 32]}},
+        small={**_INDIVISIBLE, IDS: [1, 3, 4], "draft_vocab_size": VOCAB_SIZE},
+        layer="midlayer.",
+    ),
+    "NVIDIA, EAGLE-3 for short contexts of gpt-oss 120B": Published(
+        3,
+        36,
+        (36,),
+        _MODEL_OPTIMIZER | {"eagle_config": _MODEL_OPTIMIZER["eagle_config"] | {"use_aux_hidden_state": False}},
+        small={**_INDIVISIBLE, IDS: [NUM_LAYERS], "draft_vocab_size": VOCAB_SIZE},
+        small_layers=(NUM_LAYERS,),
+        layer="midlayer.",
+    ),
     "nebius, EAGLE-3 for gpt-oss 20B": Published(
         3,
         24,
@@ -327,14 +404,7 @@ PUBLISHED: dict[str, Published] = {
             **_GPT_OSS,
             "intermediate_size": 11520,
             "rope_theta": 150000,
-            "rope_scaling": {
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "factor": 32.0,
-                "original_max_position_embeddings": 4096,
-                "rope_type": "yarn",
-                "truncate": False,
-            },
+            "rope_scaling": _GPT_OSS_YARN,
             "truncated_vocab_size": 64000,
             "draft_vocab_size": 64000,
         },
@@ -450,6 +520,8 @@ def small_head(name: str, seed: int = 0) -> ToyHead:
     if settings["model_type"] == "qwen3":
         layers = ("layer", "layer1")[: settings["num_hidden_layers"]]
         tensors |= {f"{n}.self_attn.{part}_norm.weight": torch.linspace(0.5, 2, 8) for part in "qk" for n in layers}
+    if settings.get("use_aux_hidden_state") is False:
+        del tensors["fc.weight"]
     if settings.get("qkv_bias"):
         del tensors["layer.self_attn.o_proj.bias"]
     weights = {name: tensor.double().numpy() for name, tensor in tensors.items()}

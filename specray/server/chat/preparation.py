@@ -10,10 +10,11 @@ from specray.server.chat.output import ChatOutput, call_grammar, chat_output
 from specray.server.chat.prompt import ChatPrompt, chat_prompt, tool_format, with_one_system_message
 from specray.server.chat.protocol import ChatRequest
 from specray.server.config import ServerConfig
+from specray.server.model_output.channels import Channels
 from specray.server.model_output.reasoning import REASONING_FORMATS, ReasoningFormat
 from specray.server.schemas.body import WHOLE_CONTEXT
 from specray.server.tokenization import Tokenization
-from specray.server.tool_calls.formats import ToolFormat
+from specray.server.tool_calls.formats import HARMONY, ToolFormat
 
 
 class PreparedChat(NamedTuple):
@@ -30,8 +31,11 @@ class ChatFormats(NamedTuple):
 
     @classmethod
     def of(cls, config: ServerConfig, tokenization: Tokenization) -> "ChatFormats":
+        calls = tool_format(config.tool_call_parser, tokenization.template)
         reasoning = REASONING_FORMATS[config.reasoning_parser] if config.reasoning_parser else None
-        return cls(tool_format(config.tool_call_parser, tokenization.template), reasoning)
+        if calls is HARMONY or isinstance(reasoning, Channels):  # either of them implies the other
+            return cls(HARMONY, Channels())
+        return cls(calls, reasoning)
 
 
 def prepare_chat(body: ChatRequest, tokenization: Tokenization, config: ServerConfig) -> PreparedChat:
@@ -42,16 +46,26 @@ def prepare_chat(body: ChatRequest, tokenization: Tokenization, config: ServerCo
         formats = formats._replace(reasoning=None)  # the answer has begun
     prompt_end = tokenization.end_of(token_ids)
     params = body.sampling(_default_max_tokens(body, token_ids, tokenization, config))
-    if (grammar := call_grammar(body, formats.calls) or params.grammar) is not None and formats.reasoning is not None:
+    forced = call_grammar(body, formats.calls)
+    if (grammar := forced or params.grammar) is not None and formats.reasoning is not None:
         formats = formats._replace(reasoning=formats.reasoning.before_grammar())
     output = chat_output(body, *formats, prompt_end)
-    if output.calls is not None and output.calls.has_special_tokens and body.skip_special_tokens is None:
+    if _reads_special_tokens(output, body):
         params = replace(params, skip_special_tokens=False)
     if output.reasoning is not None:
-        grammar = grammar and output.reasoning.with_reasoning(grammar, prompt_end, tokenization.template)
+        grammar = grammar and output.reasoning.with_reasoning(
+            grammar, prompt_end, tokenization.template, forced is not None
+        )
         params = replace(params, reasoning=output.reasoning.marks(prompt_end))
     params = replace(params, grammar=grammar)
     return PreparedChat(token_ids, params, output)
+
+
+def _reads_special_tokens(output: ChatOutput, body: ChatRequest) -> bool:
+    """Whether special tokens stay in the text because the parsers read them. Those of reasoning always end there."""
+    if output.reasoning is not None and output.reasoning.has_special_tokens:
+        return True
+    return output.calls is not None and output.calls.has_special_tokens and body.skip_special_tokens is None
 
 
 def _default_max_tokens(

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from specray.errors import InvalidRequestError
+from specray.server.chat import harmony
 from specray.server.chat.protocol import ChatRequest
 from specray.server.config import ToolCallParserName
-from specray.server.tool_calls.formats import TOOL_FORMATS, ToolFormat, detected_format
+from specray.server.tool_calls.formats import HARMONY, TOOL_FORMATS, ToolFormat, detected_format
 
 DEFAULT_FORMAT: ToolCallParserName = "hermes"  # of models whose template does not show tools
 
@@ -47,6 +48,9 @@ def chat_prompt(body: ChatRequest, calls: ToolFormat | None, template: str) -> C
                 "tools",
             )
         return _prompt(body, messages, [])
+    if calls is HARMONY:
+        messages = list(harmony.as_turns(with_one_system_message(messages)))
+        return _prompt(body, messages, tools, harmony.template_variables(body.template_variables))
     if calls.has_text_arguments:
         messages = [_with_text_arguments(message) for message in messages]
     if "tool_calls" not in template:
@@ -63,9 +67,11 @@ def with_one_system_message(messages: Sequence[Json]) -> list[Json]:
     return [{"role": "system", "content": "\n\n".join(texts)}, *others] if texts else others
 
 
-def _prompt(body: ChatRequest, messages: list[Json], tools: list[Json]) -> ChatPrompt:
+def _prompt(body: ChatRequest, messages: list[Json], tools: list[Json], variables: Json | None = None) -> ChatPrompt:
+    """`variables` of the template, where they are not the request's own."""
     opens_answer = body.add_generation_prompt is not False
-    return ChatPrompt(messages, opens_answer, tools, body.template_variables, body.continue_final_message is True)
+    chosen = body.template_variables if variables is None else variables
+    return ChatPrompt(messages, opens_answer, tools, chosen, body.continue_final_message is True)
 
 
 def _shows_tools(template: str) -> bool:

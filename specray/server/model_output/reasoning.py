@@ -1,12 +1,13 @@
-"""Reasoning models: separating `<think>...</think>` from the answer."""
+"""Reasoning models: separating `<think>...</think>`, or gpt-oss's channels, from the answer."""
 
 import re
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from specray.grammar import GrammarSpec, as_format, make_grammar
 from specray.sampling_params import ReasoningMarks
 from specray.server.config import ReasoningParserName
+from specray.server.model_output.channels import Channels
 from specray.server.model_output.events import Content, Event, EventBuffer, Reasoning, Trimmer
 from specray.server.model_output.parser import Parser
 from specray.server.model_output.reader import Reader, Reading
@@ -16,28 +17,60 @@ END_THINK = "</think>"
 _SPACE = re.compile(r"\s*")
 
 
-class ReasoningFormat(NamedTuple):
+class ReasoningFormat(Protocol):
     """How a family of models marks its reasoning."""
 
+    @property
+    def has_special_tokens(self) -> bool:
+        """Whether the marks are special tokens of the model, which detokenizing would drop."""
+
+    def before_grammar(self) -> "ReasoningFormat":
+        """The format of an output with a grammar."""
+
+    def marks(self, prompt: str) -> ReasoningMarks:
+        """The marks of a completion of `prompt`. Only the prompt's last words matter, here and below."""
+
+    def with_reasoning(
+        self, grammar: GrammarSpec, prompt: str, template: str, forces_call: bool = False
+    ) -> GrammarSpec:
+        """The grammar of an output that may begin with reasoning.
+
+        It stays as it is if it has marks itself: then it describes the reasoning too. `forces_call`: it is that of
+        calls in the model's format, not of an answer.
+        """
+
+    def parser(self, prompt: str, keeps_marks: bool = False) -> Parser:
+        """`keeps_marks` leaves the marks, and the whitespace beside them, in the reasoning."""
+
+
+class ThinkTags(NamedTuple):
+    """`<think>...</think>` before the answer."""
+
     is_always_open: bool  # the model reasons from its first token, even if neither it nor the prompt wrote <think>
+    has_special_tokens: bool = False
 
     def is_open(self, prompt: str) -> bool:
-        """Whether a completion of `prompt` starts with reasoning. Only the prompt's last words matter."""
+        """Whether a completion of `prompt` starts with reasoning."""
         end = prompt.rstrip()
         return end.endswith(THINK) or (self.is_always_open and not end.endswith(END_THINK))
 
-    def before_grammar(self) -> "ReasoningFormat":
-        """The format of an output with a grammar: reasoning without a mark could not be told from the answer."""
+    def before_grammar(self) -> "ThinkTags":
+        """Reasoning without a mark could not be told from the answer."""
         return self._replace(is_always_open=False)
 
     def marks(self, prompt: str) -> ReasoningMarks:
-        return ReasoningMarks(THINK, END_THINK, self.is_open(prompt))
+        return ReasoningMarks(THINK, (END_THINK,), self.is_open(prompt))
 
-    def with_reasoning(self, grammar: GrammarSpec, prompt: str, template: str) -> GrammarSpec:
-        """The grammar of an output that may begin with reasoning, or has to if the prompt ends inside.
+    def with_reasoning(
+        self,
+        grammar: GrammarSpec,
+        prompt: str,
+        template: str,
+        forces_call: bool = False,  # noqa: ARG002
+    ) -> GrammarSpec:
+        """The output has to begin with reasoning if the prompt ends inside.
 
-        It stays as it is if the prompt ends after reasoning, if the model's template knows none, and if the grammar has
-        the marks itself: then it describes the reasoning too.
+        The grammar also stays as it is if the prompt ends after reasoning, and if the model's template knows none.
         """
         knows_reasoning = self.is_open(prompt) or THINK in template or END_THINK in template
         if not knows_reasoning or prompt.rstrip().endswith(END_THINK) or END_THINK in grammar.text:
@@ -50,17 +83,18 @@ class ReasoningFormat(NamedTuple):
         return make_grammar("structural_tag", {"type": "structural_tag", "format": sequence})
 
     def parser(self, prompt: str, keeps_marks: bool = False) -> Parser:
-        """`keeps_marks` leaves the marks, and the whitespace beside them, in the reasoning."""
         sink = _MarkedReasoningSink() if keeps_marks else _ReasoningSink()
         return Parser(lambda reader: _scan(reader, sink, self.is_open(prompt)), sink)
 
 
-_DEEPSEEK_R1 = ReasoningFormat(is_always_open=True)
+_DEEPSEEK_R1 = ThinkTags(is_always_open=True)
 
 REASONING_FORMATS: Mapping[ReasoningParserName, ReasoningFormat] = {
     "deepseek-r1": _DEEPSEEK_R1,
     "deepseek_r1": _DEEPSEEK_R1,
-    "qwen3": ReasoningFormat(is_always_open=False),
+    "qwen3": ThinkTags(is_always_open=False),
+    "gpt-oss": Channels(),
+    "openai_gptoss": Channels(),
 }
 
 

@@ -6,8 +6,9 @@ from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 from specray.server.config import ToolCallParserName
+from specray.server.model_output.channels import FINAL, MESSAGE
 from specray.server.model_output.parser import Parser
-from specray.server.tool_calls import deepseek, hermes, llama3, mistral, pythonic
+from specray.server.tool_calls import deepseek, harmony, hermes, llama3, mistral, pythonic
 from specray.server.tool_calls.calls import CallSink, Scan
 from specray.server.tool_calls.syntax import CallSyntax, json_syntax
 
@@ -67,6 +68,8 @@ _DEEPSEEK_V31 = _DEEPSEEK_V3._replace(
 )
 # A JSON schema cannot constrain Python's literals, so forced calls are JSON objects, which this scanner reads too.
 _PYTHONIC = ToolFormat(pythonic.scan, _LLAMA3.syntax, has_special_tokens=True)
+# `<|call|>` ends the output, as the end of a grammar does.
+HARMONY = ToolFormat(harmony.scan, CallSyntax(harmony.BEGIN, "", harmony.SEPARATOR), has_special_tokens=True)
 
 TOOL_FORMATS: Mapping[ToolCallParserName, ToolFormat] = {
     "hermes": _HERMES,
@@ -80,6 +83,8 @@ TOOL_FORMATS: Mapping[ToolCallParserName, ToolFormat] = {
     "deepseekv31": _DEEPSEEK_V31,
     "deepseek_v31": _DEEPSEEK_V31,
     "pythonic": _PYTHONIC,
+    "gpt-oss": HARMONY,
+    "openai": HARMONY,
 }
 
 
@@ -92,6 +97,7 @@ class _Signature(NamedTuple):
 
 
 _SIGNATURES = (
+    _Signature("gpt-oss", (FINAL + MESSAGE,)),
     _Signature("deepseekv3", (deepseek.CALL_BEGIN, deepseek.BLOCK)),
     _Signature("deepseekv31", (deepseek.CALL_BEGIN,)),
     _Signature("mistral", (mistral.MARKER,)),

@@ -55,7 +55,23 @@ def test_a_call_in_the_reasoning_is_reasoning() -> None:
     assert parsed("deepseek-r1", "", [f"{CALL}</think>{CALL}"]) == (CALL, "", 1)
 
 
-@pytest.mark.parametrize("piece", ["<think>", "</think", "<think", "<", "\n", "<think>\n</think>", " "])
+@pytest.mark.parametrize(
+    "piece",
+    [
+        "<|channel|>",
+        "<|message|>",
+        "<|channel|>analysis<|message|>",
+        "<|st",
+        " to=",
+        "<think>",
+        "</think",
+        "<think",
+        "<",
+        "\n",
+        "<think>\n</think>",
+        " ",
+    ],
+)
 @pytest.mark.parametrize("name", sorted(REASONING_FORMATS))
 def test_hostile_output_is_parsed_in_linear_time(name: ReasoningParserName, piece: str) -> None:
     """Counted in calls of Python functions, for a text in pieces of five characters."""

@@ -306,6 +306,7 @@ BOMBS = {
     "llama3": ['{"a":', "<|python_tag|>{", "<|python"],
     "mistral": ["[TOOL_CALLS][", "[TOOL_CALLS]f[ARGS]{", "[TOOL_CALLS"],
     "deepseekv3": [DEEPSEEK["call▁begin"], DEEPSEEK["sep"], DEEPSEEK["calls▁begin"]],
+    "gpt-oss": ["<|start|>", "<|channel|>", "<|message|>", "<|channel|>commentary to=functions.f<|message|>{", "<|ca"],
     "pythonic": ["[f(a=", "[f(a='\\", "{'a':", "((", "f(", "-"],
 }
 
@@ -339,6 +340,7 @@ TEMPLATES: dict[str, ToolCallParserName | None] = {
     deepseek("[calls▁begin][call▁begin]{{ type }}[sep]{{ name }}\n```json\n"): "deepseekv3",
     deepseek("[calls▁begin][call▁begin]{{ name }}[sep]{{ arguments }}"): "deepseekv31",
     "[func_name1(params_name1=params_value1)]": "pythonic",
+    "{{ tools }}<|start|>assistant<|channel|>final<|message|>": "gpt-oss",
     "{{ messages }}": None,
 }
 
