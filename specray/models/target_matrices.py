@@ -40,6 +40,8 @@ class TargetMatrices:
         self._folder = folder
         self._load_format = load_format
         self._target = target if target is not None and _is_usable(target.embedding.weight, self) else None
+        # Ranks may have a whole embedding and parts of the output matrix, whose products all of them then gather.
+        self._shares_head = self._target is not None and self._target.head.group.size == 1
 
     def embedding(self, own: Tensor | None = None) -> VocabEmbedding:
         """The target's embedding, or the head's `own` [vocab, hidden] where that is another matrix."""
@@ -52,7 +54,8 @@ class TargetMatrices:
 
         `ids` is int64 [n]; None: all rows.
         """
-        if self._target is not None and ids is None and (own is None or torch.equal(own, self._matrix(HEAD))):
+        if self._shares_head and ids is None and (own is None or torch.equal(own, self._matrix(HEAD))):
+            assert self._target is not None
             return self._target.head
         matrix = self._matrix(HEAD) if own is None else own
         rows = matrix if ids is None else matrix.index_select(0, ids.to(matrix.device))

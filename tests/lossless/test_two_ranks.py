@@ -1,5 +1,7 @@
 """Output with tensor-parallel ranks in several processes equals that of one rank."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from tests.support.decoders import write_decoder
 from tests.support.engine import generate
 from tests.support.methods import METHODS
 from tests.support.mtp import write_deepseek
+from tests.support.published_mtp import write_published
 from tests.support.quantised import METHODS as METHODS_OF_CHECKPOINTS
 from tests.support.quantised import quantise_model
 from tests.support.toy import write_toy
@@ -69,9 +72,10 @@ def test_two_ranks_with_drafts_equal_two_without_in_every_type(
     assert [choice["token_ids"] for choice in drafted] == [choice["token_ids"] for choice in plain]
 
 
-def test_two_ranks_of_deepseek_equal_one(tmp_path: Path) -> None:
-    """Each rank has a part of every expert, and the whole latent. The MTP layer is in the target's checkpoint."""
-    write_deepseek(tmp_path)
+@pytest.mark.parametrize("write", [write_deepseek, partial(write_published, "glm4_moe")], ids=["deepseek", "glm4_moe"])
+def test_two_ranks_of_a_target_with_mtp_layers_equal_one(write: Callable[[Path], object], tmp_path: Path) -> None:
+    """Each rank has a part of every expert, and DeepSeek's the whole latent. Rank 0 has the MTP layer, whole."""
+    write(tmp_path)
     alone = generate(tmp_path, PROMPTS, [make_sampling_params(**params) for params in PARAMS])
     together = run_ranks(tmp_path, 2, SpeculativeConfig(algorithm="MTP"), PROMPTS, PARAMS)
     assert [choice["token_ids"] for choice in together] == [choice.token_ids for choice in alone]

@@ -11,6 +11,7 @@ from typing import Any
 from specray.config import SpeculativeConfig
 from tests.support.heads import write_random_head
 from tests.support.mtp import write_deepseek, write_mimo_layers
+from tests.support.published_mtp import write_published
 from tests.support.toy import write_toy
 
 # (target's folder, an empty folder to write heads to) -> the method's configuration
@@ -107,6 +108,23 @@ def mtp_of_deepseek(num_layers: int, shape: tuple[int, int, int]) -> Make:
 
     def make(target: Path, folder: Path) -> SpeculativeConfig:  # noqa: ARG001
         write_deepseek(folder / "layers", num_layers)
+        steps, topk, nodes = shape
+        return SpeculativeConfig(
+            algorithm="MTP",
+            draft_model_path=str(folder / "layers"),
+            num_steps=steps,
+            eagle_topk=topk,
+            num_draft_tokens=nodes,
+        )
+
+    return make
+
+
+def published_mtp(name: str, shape: tuple[int, int, int]) -> Make:
+    """MTP layers of a family that transformers' modules compute, which draft for any target of their width."""
+
+    def make(target: Path, folder: Path) -> SpeculativeConfig:  # noqa: ARG001
+        write_published(name, folder / "layers")
         steps, topk, nodes = shape
         return SpeculativeConfig(
             algorithm="MTP",

@@ -27,7 +27,7 @@ from specray.step import DraftLimit
 from tests.support.checked_runs import CLOSE, PREFIX, PROMPTS, RUNS, assert_checked, is_grown_to, run, total
 from tests.support.drafters import make_context
 from tests.support.engine import make_llm
-from tests.support.methods import Make, eagle, mtp
+from tests.support.methods import Make, eagle, mtp, published_mtp
 from tests.support.naive_eagle import NaiveDraft, NaiveParallel
 from tests.support.toy import CONTEXT
 
@@ -44,6 +44,7 @@ HEADS: dict[str, Make] = {
     "EAGLE-chain": eagle(2, shape=(4, 1, 5)),
     "EAGLE-flat": eagle(2, shape=(1, 6, 5)),
     "MTP": mtp(shape=(3, 3, 8)),
+    "MTP-glm4_moe_lite": published_mtp("glm4_moe_lite", (3, 3, 8)),
 }
 PARALLEL: dict[str, Make] = {
     "PARALLEL": eagle(3, shape=(3, 3, 8), draft_vocab_size=40, is_parallel=True),

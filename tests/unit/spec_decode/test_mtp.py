@@ -1,6 +1,7 @@
 """Several MTP layers in engine runs, compared with layers that read the whole text again for each node."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from specray.config import SpeculativeConfig
 from specray.errors import ConfigError
 from specray.models.heads.mtp import MtpStack
+from specray.ops.layer_attention import LayerAttention
 from specray.sampling_params import SamplingParams
 from specray.spec_decode import DRAFTERS, check_speculative
 from specray.spec_decode.draft_tree import DraftTree
@@ -21,12 +23,17 @@ from specray.spec_decode.tree_shape import TreeShape, configured_shape
 from tests.support.checked_runs import CLOSE, RUNS, is_grown_to, run, total
 from tests.support.engine import generate, make_llm
 from tests.support.heads import write_random_head
-from tests.support.methods import mtp
+from tests.support.methods import mtp, published_mtp
 from tests.support.mtp import write_deepseek
 from tests.support.naive_eagle import NaiveDraft, attend_to_the_past
 from tests.support.naive_eagle import Path as NodePath
 
-SHAPES = {"tree": (3, (3, 3, 8)), "chain": (3, (3, 1, 4)), "fewer-steps": (3, (2, 2, 5))}
+STACKS = {
+    "tree": mtp(3, (3, 3, 8)),
+    "chain": mtp(3, (3, 1, 4)),
+    "fewer-steps": mtp(3, (2, 2, 5)),
+    "windows": published_mtp("mimo_v2_flash", (3, 2, 7)),
+}
 
 
 class NaiveStack(NaiveDraft):
@@ -40,7 +47,9 @@ class NaiveStack(NaiveDraft):
         tokens, states = torch.tensor([*self._text, *path]), self._states
         for layer in range(len(path) + 1):
             embeds = stack._embedding(tokens[layer + 1 : layer + 1 + end])
-            states = stack._layers[layer](embeds, states, torch.arange(end), attend_to_the_past)
+            how = stack.layer_attention[layer] if stack.layer_attention else LayerAttention()
+            attend = partial(attend_to_the_past, how=how)
+            states = stack._layers[layer](embeds, states, torch.arange(end), attend)
         return states[-1:]
 
 
@@ -72,12 +81,12 @@ class CheckedStack:
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [*(("tree", name) for name in RUNS), ("chain", "pages-of-1"), ("fewer-steps", "chunks")]
+    ("name", "options"),
+    [*(("tree", name) for name in RUNS), ("chain", "pages-of-1"), ("fewer-steps", "chunks"), ("windows", "chunks")],
 )
 def test_trees_equal_the_reference(
     name: str, options: str, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    num_layers, shape = SHAPES[name]
     drafters: list[CheckedStack] = []
     method = DRAFTERS["MTP"]
 
@@ -88,7 +97,7 @@ def test_trees_equal_the_reference(
         return drafters[-1]
 
     monkeypatch.setitem(DRAFTERS, "MTP", method._replace(make=make))
-    with make_llm(toy, speculative=mtp(num_layers, shape)(toy, tmp_path), **RUNS[options]) as llm:
+    with make_llm(toy, speculative=STACKS[name](toy, tmp_path), **RUNS[options]) as llm:
         for _ in range(2):  # the second time with cached prefixes
             choices = run(llm)
     assert drafters[0].num_checked > 20
