@@ -88,19 +88,24 @@ NOT_COMPUTED_BY: Mapping[str, Mapping[str, tuple[object, ...]]] = {
     },
 }
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
+# Model types that read the factor although their default configuration has none.
+_READ_PARTIAL_ROTARY_FACTOR = {
+    *("glm4_moe_lite", "glm4v_text", "glm_image_text", "glm_ocr_text", "mellum", "minimax_m2", "minimax_m3_vl_text"),
+    *("qwen4_exp_text", "solar_open", "step3p5"),
+}
 
 
 def check_keys(path: Path, config: PretrainedConfig, honoured: Collection[str] = ()) -> None:
     """ConfigError for the first key of `path` that changes the arithmetic in a way that is not computed.
 
-    `honoured` are the fields of the configuration's class where transformers' own modules compute the model.
+    `honoured` are the names that the configuration's class has, where transformers' own modules compute the model.
     """
     common = {name: neutral for name, neutral in NOT_COMPUTED.items() if name not in honoured}
     for name, neutral in {**common, **NOT_COMPUTED_BY.get(str(config.model_type), {})}.items():
         _check(path, name, getattr(config, name, None), neutral)
     if not honoured:
         _check_rotary_and_layers(path, config)
-    elif "partial_rotary_factor" not in _rope(type(config)()):  # the rotary code of the class does not read it
+    elif not reads_partial_rotary_factor(config):
         _check(path, "partial_rotary_factor", _rope(config).get("partial_rotary_factor"), (1,))
 
 
@@ -121,6 +126,11 @@ def _check_rotary_and_layers(path: Path, config: Any) -> None:
             f"{path}: no_rope_layers takes the rotary positions from layer {without_rope[0]}, which is not supported; "
             "choose another model"
         )
+
+
+def reads_partial_rotary_factor(config: PretrainedConfig) -> bool:
+    """Whether the rotary code of transformers' modules for this configuration's class reads the factor."""
+    return config.model_type in _READ_PARTIAL_ROTARY_FACTOR or "partial_rotary_factor" in _rope(type(config)())
 
 
 def _rope(config: Any) -> dict[str, Any]:

@@ -4,7 +4,6 @@ import json
 import logging
 import re
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
 
@@ -101,12 +100,9 @@ def _transformers_config(folder: Path) -> PretrainedConfig:
     if config is not whole:
         config.architectures = whole.architectures
         config.dtype = config.dtype or whole.dtype
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise ConfigError(
-            f"{folder}: transformers has no causal language model for the text part, model_type={config.model_type}; "
-            "choose another model"
-        )
-    check_keys(folder / "config.json", config, honoured={field.name for field in fields(type(config))})
+        config.tie_word_embeddings = whole.tie_word_embeddings
+        config.multimodal_config = whole
+    check_keys(folder / "config.json", config, honoured=dir(type(config)))
     config.is_native = False
     _check_numbers(folder, config, _COMMON_SIZES, ())
     return cast("PretrainedConfig", config)
@@ -129,13 +125,13 @@ def shape_of(config: PretrainedConfig, group: RankGroup) -> ModelShape:
 def context_length(config: PretrainedConfig, wanted: int | None) -> int:
     """Longest prompt and output together: `wanted`, or the longest possible. ConfigError if `wanted` is longer.
 
-    YaRN and linear scaling extend the context by their factor. Attention in chunks limits it: within the first chunk it
-    is full attention.
+    YaRN and linear scaling extend the context by their factor. Chunked and sparse attention limit it to the tokens
+    within which they are full attention.
     """
     longest, reason = num_positions(config), "that the checkpoint supports"
-    chunk = getattr(config, "attention_chunk_size", None)
-    if chunk is not None and chunk < longest:
-        longest, reason = chunk, "of its attention_chunk_size, beyond which SpecRay does not compute such layers yet"
+    keys, dense = _dense_attention(config)
+    if dense is not None and dense < longest:
+        longest, reason = dense, f"of its {keys}, beyond which SpecRay does not compute such layers yet"
     elif has_fixed_length(config):
         reason = f"for which SpecRay computes rope_type={config.rope_parameters['rope_type']}"
     if wanted is not None and wanted > longest:
@@ -144,6 +140,16 @@ def context_length(config: PretrainedConfig, wanted: int | None) -> int:
             f"set context_length <= {longest} or leave it out"
         )
     return wanted or longest
+
+
+def _dense_attention(config: Any) -> tuple[str, int | None]:
+    """(the keys of a configuration, the tokens within which they leave chunked or sparse attention full; None: all)."""
+    types = getattr(config, "layer_types", None) or ()
+    if "indexed_attention" in types:
+        return "index_topk", int(config.index_topk)
+    if "minimax_m3_sparse" in types:
+        return "index_topk_blocks * index_block_size", int(config.index_topk_blocks * config.index_block_size)
+    return "attention_chunk_size", getattr(config, "attention_chunk_size", None)
 
 
 def _layer_attention(config: PretrainedConfig, max_positions: int) -> list[LayerAttention] | None:

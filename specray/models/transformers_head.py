@@ -1,5 +1,6 @@
-"""The output matrix of transformers' causal language models, and what they compute after it: scales and caps."""
+"""The output matrix of transformers' causal language models, and what they compute beside it: scales and caps."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,9 +10,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from specray.layers.linear import VocabHead
 from specray.layers.parallel import RankGroup
+from specray.models.transformers_skeleton import holder_of
 from specray.ops.grouped_weight import Weight
 
-_MOVES = {"slice", "view", "_unsafe_view", "alias", "detach", "unsqueeze", "squeeze", "_to_copy", "lift_fresh"}
+_MOVES = {
+    "slice",
+    "select",
+    "view",
+    "_unsafe_view",
+    "alias",
+    "detach",
+    "unsqueeze",
+    "squeeze",
+    "_to_copy",
+    "lift_fresh",
+}
 
 
 class FinishedHead(VocabHead):
@@ -32,43 +45,47 @@ class FinishedHead(VocabHead):
         body: nn.Module,
     ) -> None:
         """`is_screened`: see VocabHead; not where logits are finished, which may make the largest ones equal."""
-        given = _Given()
         output = model.get_output_embeddings()
+        model = holder_of(model, output)  # within some image models it is a causal language model
+        states, product = _GivenStates(), _Product()
         for name, child in list(model.named_children()):
-            if child is body:
-                setattr(model, name, _GivenStates())
-        model.set_output_embeddings(given)
-        is_finished = _computes(model, given)
+            if body in child.modules():
+                setattr(model, name, states)
+        model.set_output_embeddings(product)
+        is_finished = _computes(model, states)
         super().__init__(weight, vocab_size, group, quantization, is_screened and not is_finished, bias)
         assert output is not None
-        self._finish = (model, given) if is_finished else None
+        self._finish = (model, states, product) if is_finished else None
 
     def shard(self, hidden_states: Tensor, only_largest: bool = False) -> Tensor:
         """See VocabHead."""
-        logits = super().shard(hidden_states, only_largest)
         if self._finish is None:
-            return logits
-        return _finished(*self._finish, logits[None])[0].to(torch.float32)
+            return super().shard(hidden_states, only_largest)
+        model, states, product = self._finish
+        product.compute = super().shard
+        return _finished(model, states, hidden_states)
 
 
-class _Given(nn.Module):
-    """In place of the output matrix: gives the logits that were set."""
+class _Product(nn.Module):
+    """In place of the output matrix."""
 
-    logits: Tensor
+    compute: Callable[[Tensor], Tensor] = staticmethod(lambda states: states)
 
-    def forward(self, _: Tensor) -> Tensor:
-        return self.logits
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.compute(hidden_states[0])[None]
 
 
 class _GivenStates(nn.Module):
-    """In place of the decoder, and of the part of it that OPT calls: gives states that nobody reads."""
+    """In place of the decoder, and of the part of it that OPT calls: gives the states that were set."""
+
+    states: Tensor
 
     @property
     def decoder(self) -> "_GivenStates":
         return self
 
-    def forward(self, input_ids: Tensor, **_: Any) -> "_States":
-        return _States(last_hidden_state=input_ids[..., None])
+    def forward(self, *_: Any, **__: Any) -> "_States":
+        return _States(last_hidden_state=self.states)
 
 
 class _States(SimpleNamespace):
@@ -83,18 +100,18 @@ class _States(SimpleNamespace):
         return None
 
 
-def _finished(model: Any, given: _Given, logits: Tensor) -> Tensor:
-    """[1, n, vocab] from the products of the output matrix, of the same shape."""
-    given.logits = logits
-    ids = torch.zeros(logits.shape[:2], dtype=torch.int64, device=logits.device)
-    finished: Tensor = model(input_ids=ids, use_cache=False).logits
-    return finished
+def _finished(model: Any, states: _GivenStates, hidden_states: Tensor) -> Tensor:
+    """float32 [n, vocab] from hidden states [n, hidden]."""
+    states.states = hidden_states[None]
+    ids = torch.zeros(states.states.shape[:2], dtype=torch.int64, device=hidden_states.device)
+    logits: Tensor = model(input_ids=ids, use_cache=False).logits[0]
+    return logits.to(torch.float32)
 
 
-def _computes(model: Any, given: _Given) -> bool:
-    """Whether the model changes the logits that its output matrix gives."""
+def _computes(model: Any, states: _GivenStates) -> bool:
+    """Whether the model computes something beside the product with its output matrix."""
     with Operations() as operations, torch.device("meta"):
-        _finished(model, given, torch.empty(1, 2, 3))
+        _finished(model, states, torch.empty(2, 3))
     return bool(operations.names - _MOVES - {"zeros", "empty"})
 
 

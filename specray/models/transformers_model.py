@@ -63,7 +63,7 @@ class TransformersModel(nn.Module):
         layers = _decoder_layers(body, len(calls))
         stored = load_weights(model, loader, split, calls)
         embedding = model.get_input_embeddings().weight.data
-        self.shape = replace(_shape(model.config, calls), tied=stored.output is None)
+        self.shape = replace(_shape(config, calls), tied=stored.output is None)
         self.max_positions = max_positions
         self.embedding = VocabEmbedding(embedding, RankGroup())
         is_screened = loader.screens_output and loader.group.size == 1

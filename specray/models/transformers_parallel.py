@@ -46,14 +46,15 @@ def split_skeleton(model: Any, group: RankGroup) -> Split:
     split = Split({}, set())
     if group.size == 1:
         return split
-    kind = model.config.model_type
-    plan = getattr(model.config, "base_model_tp_plan", None) or _OWN_PLANS.get(kind)
+    config = model.config.get_text_config(decoder=True)
+    kind = config.model_type
+    plan = getattr(config, "base_model_tp_plan", None) or _OWN_PLANS.get(kind)
     if not plan:
         raise ConfigError(
             f"tp_size={group.size}: transformers has no plan that splits model_type={kind}; set tp_size: 1"
         )
     body = decoder_of(model)
-    prefix = next(name for name, child in model.named_children() if child is body)
+    prefix = next(name for name, part in model.named_modules() if part is body)
     heads = _heads(body)
     for path, module in list(body.named_modules()):
         style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", path))

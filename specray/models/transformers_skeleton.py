@@ -15,7 +15,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PretrainedConfig
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    PretrainedConfig,
+)
 from transformers.initialization import no_init_weights
 from transformers.integrations.moe import ExpertsInterface
 
@@ -24,7 +30,9 @@ from specray.errors import ConfigError
 IMPLEMENTATION = "specray"  # the name of our functions in transformers' interfaces
 # A mask of four dimensions is taken as it is. Ours is never read: AttentionBatch says which keys a query sees.
 UNUSED_MASK_SHAPE = (1, 1, 1, 1)
-_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+# Chunked and sparse attention are full attention in a short context: see `specray.models.registry.context_length`.
+_SPARSE = {"chunked_attention", "indexed_attention", "minimax_m3_sparse"}
+_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"} | _SPARSE
 
 
 class AttentionFunction(Protocol):
@@ -118,12 +126,15 @@ ExpertsInterface.register(IMPLEMENTATION, _mix)
 def build_skeleton(config: PretrainedConfig, dtype: torch.dtype) -> Any:
     """transformers' causal language model (a PreTrainedModel) on the meta device. ConfigError if it has none.
 
-    Its attention and experts call what `computing` sets.
+    It is the image or audio model itself, without what reads images, where transformers has no class for the language
+    model alone (`multimodal_config`, see `load_config`). Its attention and experts call what `computing` sets.
     """
+    whole = getattr(config, "multimodal_config", None)
+    auto: Any = AutoModelForCausalLM if whole is None else AutoModelForMultimodalLM
     try:
         with torch.device("meta"), no_init_weights():
-            model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                config, attn_implementation=IMPLEMENTATION, dtype=dtype, trust_remote_code=False
+            model: Any = auto.from_config(
+                whole or config, attn_implementation=IMPLEMENTATION, dtype=dtype, trust_remote_code=False
             )
     except KeyError as error:
         raise ConfigError(
@@ -136,7 +147,28 @@ def build_skeleton(config: PretrainedConfig, dtype: torch.dtype) -> Any:
         ) from error
     if any(hasattr(module, "has_gate") for module in model.modules()):  # of use_experts_implementation
         model.set_experts_implementation(IMPLEMENTATION)
+    if whole is not None:
+        _remove_encoders(model)
+    for module in list(model.modules()):
+        if isinstance(getattr(module, "indexer", None), nn.Module):
+            module.indexer = _NoIndexer()
     return model.eval()
+
+
+class _NoIndexer(nn.Module):
+    """In place of what chooses the keys of sparse attention: a context is served in which it would choose all."""
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return hidden_states[..., :0]
+
+
+def _remove_encoders(model: Any) -> None:
+    """Leave only the language model and its output matrix: nothing else is loaded."""
+    kept = decoder_of(model), model.get_output_embeddings()
+    for holder in [part for part in model.modules() if part is not kept[0] and kept[0] in part.modules()]:
+        for name, child in list(holder.named_children()):
+            if not any(part in child.modules() for part in kept):
+                setattr(holder, name, nn.Identity())
 
 
 def attention_calls(model: Any) -> list[AttentionCall]:
@@ -153,7 +185,7 @@ def attention_calls(model: Any) -> list[AttentionCall]:
         keys.append(k)
         return q.new_empty(1, q.shape[2], q.shape[1], v.shape[-1])
 
-    config = model.config
+    config = model.config.get_text_config(decoder=True)
     _check_layer_types(config)
     try:
         with (
@@ -184,10 +216,13 @@ def _unchecked_distributions() -> Iterator[None]:
 
 
 def decoder_of(model: Any) -> nn.Module:
-    """The part of a causal language model that gives the final hidden states."""
-    embedding = model.get_input_embeddings()
-    body: nn.Module = next(child for child in model.children() if any(part is embedding for part in child.modules()))
-    return body
+    """The part of a causal language model that gives the final hidden states: it holds the embedding."""
+    return holder_of(model, model.get_input_embeddings())
+
+
+def holder_of(model: Any, part: nn.Module) -> nn.Module:
+    """The module of `model` whose child `part` is."""
+    return next(module for module in model.modules() if part in module.children())
 
 
 def _check_layer_types(config: Any) -> None:

@@ -154,13 +154,8 @@ def _renamed(
     """(the parameter that a stored tensor belongs to, the pattern of its converter)."""
     if stored in state and not any(converter.rename_source_key(stored)[1] for converter in converters):
         return stored, None
-    for candidate in dict.fromkeys(
-        (stored, _LANGUAGE_MODEL.sub(f"{prefix}.", stored), _LANGUAGE_MODEL.sub("", stored))
-    ):
-        name, pattern = rename_source_key(candidate, renamings, converters, prefix, state)
-        if name in state:
-            return name, pattern
-    return stored, None
+    name, pattern = rename_source_key(stored, renamings, converters, prefix, state)
+    return name, pattern
 
 
 class _Filling:

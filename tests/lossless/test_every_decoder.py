@@ -12,7 +12,15 @@ from specray.llm import LLM
 from specray.ops.cpu.library import kernels
 from specray.sampling_params import SamplingParams
 from tests.support.decoder_table import COMMAND, PAGE, filled
-from tests.support.decoders import QUICK, REFUSED, SERVED, logits_in_chunks, logits_of, write_decoder
+from tests.support.decoders import (
+    IMAGE_MODELS,
+    QUICK,
+    REFUSED,
+    SERVED,
+    logits_in_chunks,
+    logits_of,
+    write_decoder,
+)
 from tests.support.engine import make_llm
 from tests.support.heads import write_random_head
 
@@ -20,7 +28,7 @@ TOKENS = [0, *(7 * place % 64 for place in range(40))]  # longer than the window
 PROMPTS = [[0, 10, 20, 30], [5], [0, *range(4, 40)], [7] * 7]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
 SAMPLED = [SamplingParams(temperature=0.9, seed=seed, max_tokens=24, ignore_eos=True) for seed in range(len(PROMPTS))]
-NAMES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in SERVED]
+NAMES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in SERVED | IMAGE_MODELS]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PretrainedConfig, PreTrainedModel
 
 from specray.models.target_model import TargetModel
 from specray.ops.attention import AttentionBatch, make_pool
@@ -73,6 +73,30 @@ _SIGMOID: dict[str, Any] = {
     "topk_group": 1,
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
+}
+
+_INDEX: dict[str, Any] = {"index_topk": CONTEXT, "index_n_heads": 2, "index_head_dim": 8}
+_VISION: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "depth": 1,
+    "num_attention_heads": 2,
+    "num_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+_DEEPSTACK: dict[str, Any] = {"out_hidden_size": 32, "deepstack_visual_indexes": []}
+_THREE_POSITIONS: dict[str, Any] = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+}
+_THREE_HALF_POSITIONS: dict[str, Any] = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [1, 1, 0],
+        "partial_rotary_factor": 0.5,
+    }
 }
 
 SERVED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -186,6 +210,72 @@ SERVED: dict[str, tuple[str, dict[str, Any]]] = {
     "mellum": ("MellumConfig", _EXPERTS),
     "cohere2_moe": ("Cohere2MoeConfig", _EXPERTS | _WINDOW | {"logit_scale": 0.5}),
     "nanochat": ("NanoChatConfig", {}),
+    "internlm3": ("InternLM3Config", {}),
+    "hyperclovax": ("HyperCLOVAXConfig", {}),
+    "minicpm3": ("MiniCPM3Config", _LATENT),
+    "iquestcoder": ("IQuestCoderConfig", {}),
+    "bitnet": ("BitNetConfig", {}),
+    "flint": ("FlintConfig", {}),
+    "axk1": ("AXK1Config", _SIGMOID | _LATENT),
+    "deepseek_v32": ("DeepseekV32Config", _SIGMOID | _LATENT | _INDEX),
+    "glm_moe_dsa": ("GlmMoeDsaConfig", _SIGMOID | _LATENT | _INDEX | {"indexer_types": ["full", "shared"]}),
+    "axk2": ("AXK2Config", _SIGMOID | _LATENT | _INDEX),
+}
+# Language models of image and audio models: the whole model's configuration class, what its `text_config` adds to
+# `SMALL`, its `vision_config` to `_VISION`, and its other fields.
+IMAGE_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "gemma3-image": (
+        "Gemma3Config",
+        _WINDOW | {"query_pre_attn_scalar": 12},
+        {},
+        {"mm_tokens_per_image": 4},
+    ),
+    "mistral-image": ("Mistral3Config", {"model_type": "mistral", "sliding_window": 16}, {"model_type": "pixtral"}, {}),
+    "ministral3-image": ("Mistral3Config", {"model_type": "ministral3"}, {"model_type": "pixtral"}, {}),
+    "mistral4": (
+        "Mistral3Config",
+        _SIGMOID | _LATENT | {"model_type": "mistral4"},
+        {"model_type": "pixtral"},
+        {},
+    ),
+    "llava": ("LlavaConfig", {"model_type": "llama"}, {"model_type": "clip_vision_model"}, {}),
+    "smolvlm": ("SmolVLMConfig", {"model_type": "qwen2"}, {}, {}),
+    "internvl": ("InternVLConfig", {"model_type": "qwen3"}, {"image_size": [28, 28], "patch_size": [14, 14]}, {}),
+    "qwen2_5_vl": ("Qwen2_5_VLConfig", _THREE_POSITIONS, {"out_hidden_size": 32, "fullatt_block_indexes": [0]}, {}),
+    "qwen3_vl": ("Qwen3VLConfig", _THREE_POSITIONS, _DEEPSTACK, {}),
+    "qwen3_vl_moe": ("Qwen3VLMoeConfig", _THREE_POSITIONS | _EXPERTS, _DEEPSTACK, {}),
+    "glm4v": ("Glm4vConfig", _THREE_HALF_POSITIONS, {"out_hidden_size": 32}, {}),
+    "glm4v_moe": ("Glm4vMoeConfig", _THREE_HALF_POSITIONS | _SIGMOID, {"out_hidden_size": 32}, {}),
+    "glm_ocr": ("GlmOcrConfig", _THREE_POSITIONS, {"out_hidden_size": 32}, {}),
+    "kimi_k25": ("Kimi_K25Config", _SIGMOID | _LATENT | {"model_type": "deepseek_v3"}, {}, {}),
+    "llama4-image": (
+        "Llama4Config",
+        _EXPERTS | {"num_hidden_layers": 4, "intermediate_size_mlp": 48},
+        {"vision_output_dim": 16},
+        {},
+    ),
+    "muse_glimmer": (
+        "MuseGlimmerConfig",
+        _WINDOW,
+        {},
+        {"out_hidden_size": 64, "projector_hidden_size": 16},
+    ),
+    "step3p7": ("Step3p7Config", _EXPERTS | _WINDOW | {"pad_token_id": 3}, {}, {}),
+    "minimax_m3": (
+        "MiniMaxM3VLConfig",
+        _EXPERTS
+        | {
+            "layer_types": ["full_attention", "minimax_m3_sparse"],
+            "mlp_layer_types": ["dense", "sparse"],
+            "index_head_dim": 8,
+            "index_n_heads": 2,
+            "rotary_dim": 4,
+            "dense_intermediate_size": 32,
+            "shared_intermediate_size": 16,
+        },
+        {},
+        {},
+    ),
 }
 
 
@@ -204,7 +294,8 @@ QUICK = {
         "olmo2",
         "cohere",
     ),
-    *("granite", "llama4", "mimo_v2_flash", "gpt2", "opt", "deepseek_v2", "ernie4_5_moe"),
+    *("granite", "llama4", "mimo_v2_flash", "gpt2", "opt", "deepseek_v2", "ernie4_5_moe", "deepseek_v32", "minicpm3"),
+    *("qwen3_vl_moe", "kimi_k25", "llama4-image", "muse_glimmer"),
 }
 # What is refused, and why.
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -228,8 +319,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 def decoder_config(name: str, dtype: str = "float32") -> PretrainedConfig:
-    class_name, fields = (SERVED.get(name) or REFUSED[name])[:2]
+    """The configuration of a whole image or audio model, where the decoder is one's language model."""
+    class_name, fields, *others = IMAGE_MODELS.get(name) or SERVED.get(name) or REFUSED[name][:2]
     values = {name: value for name, value in (SMALL | fields).items() if value is not ...}
+    if others:
+        vision, rest = others
+        values = {"text_config": values, "vision_config": _VISION | vision, "tie_word_embeddings": False, **rest}
     config: PretrainedConfig = getattr(transformers, class_name)(**values, dtype=dtype)
     return config
 
@@ -237,7 +332,8 @@ def decoder_config(name: str, dtype: str = "float32") -> PretrainedConfig:
 def write_decoder(name: str, folder: Path, seed: int = 5) -> PreTrainedModel:
     """Write a model folder; returns transformers' model with the same weights and its own attention."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(decoder_config(name), attn_implementation="eager").float().eval()
+    auto: Any = AutoModelForMultimodalLM if name in IMAGE_MODELS else AutoModelForCausalLM
+    model: PreTrainedModel = auto.from_config(decoder_config(name), attn_implementation="eager").float().eval()
     for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_floating_point() and key not in computed_buffers(model):
             spread(key, tensor)
@@ -258,7 +354,8 @@ def computed_buffers(model: PreTrainedModel) -> set[str]:
 
 @torch.inference_mode()
 def logits_of(reference: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
-    logits: torch.Tensor = reference(torch.tensor([tokens])).logits[0]
+    ids = torch.tensor([tokens])
+    logits: torch.Tensor = reference(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0]
     return logits
 
 

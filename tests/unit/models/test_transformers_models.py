@@ -8,7 +8,6 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForImageTextToText, PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from specray.config import EngineConfig
@@ -19,28 +18,9 @@ from specray.models.target_model import TargetModel
 from specray.models.transformers_parallel import split_skeleton
 from specray.models.transformers_skeleton import attention_calls, build_skeleton
 from specray.ops.cpu.library import kernels
-from tests.support.architectures import spread
-from tests.support.decoders import decoder_config, logits_in_chunks, write_decoder
-from tests.support.toy import toy_tokenizer
+from tests.support.decoders import SMALL, decoder_config, logits_in_chunks, write_decoder
 
 TOKENS = [0, 5, 63, 17, 17, 40, 2, 9, 9, 31, 50, 8]
-_VISION = {
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
-}
-_NO_VISION: dict[str, Any] = {"vision_config": None, "audio_config": None}
-IMAGE_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "gemma4": ("Gemma4Config", {}, _NO_VISION),
-    "gemma4_unified": ("Gemma4UnifiedConfig", {}, _NO_VISION),
-    "gemma3": ("Gemma3Config", {}, {"mm_tokens_per_image": 4}),
-    "mistral": ("Mistral3Config", {"model_type": "pixtral"}, {}),
-    "llama": ("LlavaConfig", {"model_type": "clip_vision_model"}, {}),
-    "qwen2": ("SmolVLMConfig", {}, {}),
-}
 
 
 def load(folder: Path, **options: Any) -> TargetModel:
@@ -51,30 +31,6 @@ def load(folder: Path, **options: Any) -> TargetModel:
 
 def logits(model: TargetModel) -> torch.Tensor:
     return logits_in_chunks(model, TOKENS, len(TOKENS))
-
-
-def image_config(name: str) -> PretrainedConfig:
-    class_name, vision, others = IMAGE_MODELS[name]
-    text = decoder_config(name).to_dict()
-    config: PretrainedConfig = getattr(transformers, class_name)(
-        **{"text_config": text, "vision_config": _VISION | vision} | others
-    )
-    config.tie_word_embeddings = False
-    return config
-
-
-@pytest.mark.parametrize("name", IMAGE_MODELS)
-def test_the_language_model_of_an_image_model_equals_transformers_for_text(name: str, tmp_path: Path) -> None:
-    torch.manual_seed(5)
-    reference = AutoModelForImageTextToText.from_config(image_config(name), attn_implementation="eager").float().eval()
-    for key, tensor in reference.named_parameters():
-        spread(key, tensor)
-    reference.save_pretrained(tmp_path)
-    toy_tokenizer().save_pretrained(tmp_path)
-    ids = torch.tensor([TOKENS])
-    with torch.inference_mode():
-        expected = reference(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0]
-    torch.testing.assert_close(logits(load(tmp_path)), expected, atol=1e-4, rtol=0.0)
 
 
 @pytest.mark.skipif(kernels() is None, reason="int8 needs the CPU kernels")
