@@ -222,7 +222,8 @@ def decoder_of(model: Any) -> nn.Module:
 
 def holder_of(model: Any, part: nn.Module) -> nn.Module:
     """The module of `model` whose child `part` is."""
-    return next(module for module in model.modules() if part in module.children())
+    holder: nn.Module = next(module for module in model.modules() if part in module.children())
+    return holder
 
 
 def _check_layer_types(config: Any) -> None:

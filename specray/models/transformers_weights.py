@@ -4,7 +4,6 @@ transformers' own tables say which tensors of a checkpoint become which paramete
 stored one by one. As soon as a module has its weights, it is packed: no more than one module is in memory twice.
 """
 
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -32,10 +31,7 @@ from specray.models.transformers_layers import (
     is_experts,
 )
 from specray.models.transformers_parallel import Part, Split
-from specray.models.transformers_skeleton import AttentionCall
-
-# How checkpoints of image and audio models name the parts of their language model.
-_LANGUAGE_MODEL = re.compile(r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?")
+from specray.models.transformers_skeleton import AttentionCall, decoder_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +78,7 @@ def load_first_layer(model: Any, loader: Loader, prefix: str, parts: Mapping[str
     have in one of the target's own layers, behind the layer's number. ConfigError if one is missing.
     """
     _make_buffers(model, loader.device)
-    first = f"{model.base_model_prefix}.layers.0."
+    first = f"{_name_of(model, decoder_of(model))}.layers.0."
     outside = {name for name, _ in model.named_modules() if not f"{name}.".startswith(first)}
     filling = _Filling(model, loader, outside, Split({}, set()), [call])
     for name, value in _converted(model, loader, {first + part: stored for part, stored in parts.items()}):
