@@ -3,12 +3,12 @@
 import json
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import AutoConfig, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -48,6 +48,8 @@ MODELS: dict[str, type[CausalLM]] = {
     "DeepseekV2ForCausalLM": Deepseek,
     "DeepseekV3ForCausalLM": Deepseek,
 }
+# Language models that transformers has within an image model only, and that model's type.
+_WITHIN_IMAGE_MODELS: Mapping[str | None, str] = {"Step3p5ForCausalLM": "step3p7"}
 _COMMON_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 _SIZES = (*_COMMON_SIZES, "intermediate_size")
 _OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "sliding_window")
@@ -97,7 +99,9 @@ def _transformers_config(folder: Path) -> PretrainedConfig:
         raise _unsupported(folder, _first_architecture(content))
     whole = _auto_config(folder)
     config: Any = whole.get_text_config(decoder=True)
-    if config is not whole:
+    if (architecture := _first_architecture(content)) in _WITHIN_IMAGE_MODELS:
+        config.multimodal_config = CONFIG_MAPPING[_WITHIN_IMAGE_MODELS[architecture]](text_config=config)
+    elif config is not whole:
         config.architectures = whole.architectures
         config.dtype = config.dtype or whole.dtype
         config.tie_word_embeddings = whole.tie_word_embeddings
@@ -275,7 +279,7 @@ def _has_modules(content: Any) -> bool:
         MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
     )
     known = {table.get(model_type) for table in tables} if isinstance(model_type, str) else set()
-    return _first_architecture(content) in known - {None}
+    return _first_architecture(content) in known.union(_WITHIN_IMAGE_MODELS) - {None}
 
 
 def _read_config(folder: Path, content: Any) -> PretrainedConfig:

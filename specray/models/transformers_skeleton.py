@@ -6,7 +6,7 @@ module takes seconds, because it imports transformers' models.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -68,6 +68,10 @@ class AttentionCall:
         return self.scale is None or math.isclose(self.scale, self.qk_dim**-0.5, rel_tol=1e-12)
 
 
+# What layers pass to attention beside the arguments of `_attend`, and what needs nothing of it: positions are in q and k
+# already, and the indices are those of sparse attention, see `_NoIndexer`.
+_UNREAD = {"dropout", "output_attentions", "position_ids", "use_cache", "indices", "block_indices"}
+
 _attention: ContextVar[AttentionFunction] = ContextVar("attention")
 # experts(module, hidden [T, hidden], chosen int64 [T, k], weights [T, k]) -> [T, hidden]
 Experts = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
@@ -96,7 +100,7 @@ def unavailable_experts(*_: object) -> Tensor:
 
 
 def _attend(
-    module: nn.Module,  # noqa: ARG001
+    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -105,12 +109,22 @@ def _attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """See AttentionInterface."""
+    if not _UNREAD.issuperset(others):
+        _refuse(module, {name for name, value in others.items() if value is not None} - _UNREAD)
     heads, kv_heads = query.shape[1], key.shape[1]
     call = AttentionCall(heads, kv_heads, query.shape[-1], value.shape[-1], scaling, sliding_window, softcap, s_aux)
     return _attention.get()(query, key, value, call), None
+
+
+def _refuse(module: nn.Module, asked: Collection[str]) -> None:
+    """ConfigError if `asked` names something that a layer asks of attention and that changes its result."""
+    if asked:
+        raise ConfigError(
+            f"{type(module).__name__} asks attention for {min(asked)}, which is not computed; choose another model"
+        )
 
 
 def _mix(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -196,6 +210,8 @@ def attention_calls(model: Any) -> list[AttentionCall]:
         ):
             zeros, mask = torch.zeros(1, 2, dtype=torch.int64), torch.empty(UNUSED_MASK_SHAPE)
             decoder_of(model)(input_ids=zeros, position_ids=zeros, attention_mask=mask, use_cache=False)
+    except ConfigError:
+        raise
     except Exception as error:
         raise ConfigError(
             f"transformers' modules of model_type={config.model_type} cannot run over one flat batch of tokens: "

@@ -23,6 +23,7 @@ from tests.support.decoders import (
 )
 from tests.support.engine import make_llm
 from tests.support.heads import write_random_head
+from tests.support.recipes import RECIPES
 
 TOKENS = [0, *(7 * place % 64 for place in range(40))]  # longer than the windows, which are of 16 tokens
 PROMPTS = [[0, 10, 20, 30], [5], [0, *range(4, 40)], [7] * 7]
@@ -89,6 +90,12 @@ def texts_of(llm: LLM, params: SamplingParams | Sequence[SamplingParams]) -> lis
     return [generation.choices[0].token_ids for generation in llm.generate(PROMPTS, params)]
 
 
-def test_the_table_of_decoders_is_up_to_date() -> None:
+def test_each_of_the_recipes_models_is_counted_once() -> None:
+    names = [name for recipe in RECIPES for name in recipe.names]
+    assert len(names) == len(set(names)) == 57
+    assert all(recipe.is_served or recipe.limit for recipe in RECIPES), "the reason why a model is not served"
+
+
+def test_the_tables_of_models_are_up_to_date() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert page == filled(page), f"run: {COMMAND}"

@@ -1,4 +1,4 @@
-"""Writes the table of decoders in docs/models.md from the table that the tests run through.
+"""Writes the tables of docs/models.md from those that the tests run through: decoders, and the models of recipes.
 
 Usage: `python -m tests.support.decoder_table`.
 """
@@ -12,32 +12,56 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from specray.models.registry import MODELS
 from specray.models.transformers_skeleton import attention_calls, build_skeleton
 from tests.support.decoders import SERVED, decoder_config
+from tests.support.recipes import RECIPES, Recipe
 
 COMMAND = "python -m tests.support.decoder_table"
 PAGE = Path(__file__).parents[2] / "docs/models.md"
-BEGIN, END = "<!-- decoders -->\n", "<!-- end -->"
+END = "<!-- end -->"
 _HEADER = "| computed by | attention | decoders; * has experts |\n|---|---|---|\n"
 _OWN_ONLY = ("MiMoForCausalLM",)  # transformers has no class for it
 
 
 def filled(page: str) -> str:
     """The page with the table."""
-    before, _, rest = page.partition(BEGIN)
-    return before + BEGIN + table() + END + rest.partition(END)[2]
+    for name, content in (("decoders", decoders()), ("recipes", recipes())):
+        before, begin, rest = page.partition(f"<!-- {name} -->\n")
+        page = before + begin + content + END + rest.partition(END)[2]
+    return page
 
 
-def table() -> str:
+def recipes() -> str:
+    """How many of vLLM's recipes are served, and a row for each way, in Markdown."""
+    rows: dict[str, list[str]] = {}
+    for recipe in sorted(RECIPES, key=lambda recipe: (not recipe.is_served, bool(recipe.limit))):
+        drafts = f", {recipe.drafts}" if recipe.drafts else ""
+        rows.setdefault(_way(recipe), []).append(f"{recipe.shown} ({recipe.architecture}{drafts})")
+    served = sum(len(recipe.names) for recipe in RECIPES if recipe.is_served)
+    short = sum(len(recipe.names) for recipe in RECIPES if recipe.is_served and recipe.limit)
+    total = sum(len(recipe.names) for recipe in RECIPES)
+    return f"{served} of {total}, {short} of them with a short context:\n\n" + "".join(
+        f"- {way}: {', '.join(models)}\n" for way, models in rows.items()
+    )
+
+
+def _way(recipe: Recipe) -> str:
+    if not recipe.is_served:
+        return f"not served, {recipe.limit}"
+    impl = "native" if f"{recipe.architecture}ForCausalLM" in MODELS else "transformers"
+    return f"{impl}, {recipe.limit}" if recipe.limit else impl
+
+
+def decoders() -> str:
     """A row for each kind of attention, in Markdown."""
-    decoders = {name: ("native", frozenset[str](), False) for name in _OWN_ONLY}
+    found = {name: ("native", frozenset[str](), False) for name in _OWN_ONLY}
     for name in SERVED:
         config = decoder_config(name)
         skeleton = build_skeleton(config, torch.float32)
         architecture = str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type])
         impl = "native" if architecture in MODELS else "transformers"
-        _, traits, _ = decoders.get(architecture, (impl, frozenset[str](), False))
-        decoders[architecture] = impl, traits | _traits(skeleton), _has_experts(skeleton)
+        _, traits, _ = found.get(architecture, (impl, frozenset[str](), False))
+        found[architecture] = impl, traits | _traits(skeleton), _has_experts(skeleton)
     rows: dict[tuple[str, str], list[str]] = {}
-    for architecture, (impl, traits, has_experts) in sorted(decoders.items(), key=lambda item: item[0].lower()):
+    for architecture, (impl, traits, has_experts) in sorted(found.items(), key=lambda item: item[0].lower()):
         name = architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "*" * has_experts
         rows.setdefault((impl, ", ".join(sorted(traits)) or "full"), []).append(name.replace("*", "\\*"))
     return _HEADER + "".join(

@@ -86,6 +86,7 @@ _VISION: dict[str, Any] = {
     "image_size": 28,
     "patch_size": 14,
 }
+_TEXT_ONLY: dict[str, Any] = {"vision_config": None, "audio_config": None}
 _DEEPSTACK: dict[str, Any] = {"out_hidden_size": 32, "deepstack_visual_indexes": []}
 _THREE_POSITIONS: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
@@ -230,6 +231,8 @@ IMAGE_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any
         {},
         {"mm_tokens_per_image": 4},
     ),
+    "gemma4-image": ("Gemma4Config", _GEMMA4 | _PER_LAYER | {"use_double_wide_mlp": True}, {}, _TEXT_ONLY),
+    "gemma4_unified-image": ("Gemma4UnifiedConfig", _GEMMA4, {}, _TEXT_ONLY),
     "mistral-image": ("Mistral3Config", {"model_type": "mistral", "sliding_window": 16}, {"model_type": "pixtral"}, {}),
     "ministral3-image": ("Mistral3Config", {"model_type": "ministral3"}, {"model_type": "pixtral"}, {}),
     "mistral4": (
@@ -313,6 +316,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         _EXPERTS | _LATENT | {"head_dim": 4},
         "cannot run over one flat batch of tokens: .*nonzero",
     ),
+    "inkling": ("InklingTextConfig", _EXPERTS, "layers of type hybrid_sliding, which keep a state"),
+    "deepseek_v4": ("DeepseekV4Config", _SIGMOID | _LATENT, "layers of type heavily_compressed_attention"),
     "mamba": ("MambaConfig", {}, "layers of type linear_attention, which keep a state"),
     "bloom": ("BloomConfig", {}, "cannot run over one flat batch of tokens"),
 }

@@ -1,5 +1,6 @@
 """Each key of config.json is computed as transformers does, changes nothing, or is refused with its name."""
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
     DeepseekV3Config,
+    DeepseekV32Config,
     Llama4TextConfig,
     LlamaConfig,
+    MiniMaxM3VLTextConfig,
     MistralConfig,
     MixtralConfig,
     PretrainedConfig,
@@ -22,11 +25,13 @@ from transformers import (
 )
 
 from specray.errors import ConfigError
-from specray.models.config_keys import NOT_COMPUTED, NOT_COMPUTED_BY
+from specray.models.config_keys import NOT_COMPUTED, NOT_COMPUTED_BY, reads_partial_rotary_factor
 from specray.models.registry import context_length, is_native, load_config
 from specray.models.target_matrices import TargetMatrices
+from specray.models.transformers_skeleton import build_skeleton, decoder_of
 from specray.sampling_params import SamplingParams
 from tests.support.architectures import SMALL_SIZES, spread
+from tests.support.decoders import decoder_config
 from tests.support.engine import generate
 from tests.support.toy import CONTEXT, toy_tokenizer
 from tests.unit.models.test_architectures import TOKENS, change_config, load, logits
@@ -233,7 +238,7 @@ def test_logits_up_to_the_end_of_a_scaled_context_equal_those_of_transformers(
     torch.testing.assert_close(logits(load(tmp_path), tokens), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_chunks_of_attention_limit_the_context_and_windows_do_not(tmp_path: Path) -> None:
+def test_chunked_and_sparse_attention_limit_the_context_and_windows_do_not(tmp_path: Path) -> None:
     def longest(config: PretrainedConfig) -> int:
         config.save_pretrained(tmp_path)
         return context_length(load_config(tmp_path), None)
@@ -245,6 +250,11 @@ def test_chunks_of_attention_limit_the_context_and_windows_do_not(tmp_path: Path
     assert longest(Llama4TextConfig(**SMALL_SIZES, **sizes)) == 64
     with pytest.raises(ConfigError, match=r"65 is more than the 64 positions of its attention_chunk_size.*SpecRay doe"):
         context_length(load_config(tmp_path), 65)
+    sparse = {"architectures": ["DeepseekV32ForCausalLM"], "index_topk": 48}
+    assert longest(DeepseekV32Config(**SMALL_SIZES | _LATENT, **sparse)) == 48
+    blocks = {"index_topk_blocks": 3, "index_block_size": 4, "layer_types": ["full_attention", "minimax_m3_sparse"]}
+    text = MiniMaxM3VLTextConfig(**SMALL_SIZES | _MOE, **blocks, architectures=["MiniMaxM3VLForCausalLM"])
+    assert longest(text) == 12
 
 
 def test_an_output_matrix_in_the_file_is_used_although_the_embedding_is_said_to_be_shared(tmp_path: Path) -> None:
@@ -284,6 +294,16 @@ def test_tensors_without_effect_are_logged(tmp_path: Path, caplog: pytest.LogCap
     assert (
         "MistralForCausalLM and have no effect, as in transformers: model.layers.1.self_attn.q_norm.w" in record.message
     )
+
+
+@pytest.mark.parametrize("name", ["llama", "internlm3", "glm4_moe", "minimax_m2", "solar_open", "glm_ocr", "minimax_m3"])
+def test_the_partial_rotary_factor_is_honoured_where_transformers_modules_read_it(name: str) -> None:
+    """Their source says whether they do."""
+    config: Any = decoder_config(name)
+    if (text := config.get_text_config(decoder=True)) is not config:
+        text.multimodal_config = config
+    module = inspect.getmodule(type(decoder_of(build_skeleton(text, torch.float32))))
+    assert reads_partial_rotary_factor(text) == ("partial_rotary_factor" in inspect.getsource(module))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt_oss", "a_model_of_next_year"])

@@ -1,5 +1,6 @@
 """Loading transformers' modules: language models of image models, quantised weights, and what is refused."""
 
+import json
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from specray.models.target_model import TargetModel
 from specray.models.transformers_parallel import split_skeleton
 from specray.models.transformers_skeleton import attention_calls, build_skeleton
 from specray.ops.cpu.library import kernels
-from tests.support.decoders import SMALL, decoder_config, logits_in_chunks, write_decoder
+from tests.support.decoders import SMALL, decoder_config, logits_in_chunks, logits_of, write_decoder
 
 TOKENS = [0, 5, 63, 17, 17, 40, 2, 9, 9, 31, 50, 8]
 
@@ -50,6 +51,22 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     save_file(tensors, file)
     with pytest.raises(ConfigError, match=r"lacks 1 tensors of Olmo2ForCausalLM: model.layers.1.self_attn.q_norm.wei"):
         load(tmp_path)
+
+
+def test_a_language_model_that_transformers_has_within_an_image_model_only_is_served_alone(tmp_path: Path) -> None:
+    """As Step-3.5-Flash is published."""
+    reference = write_decoder("step3p7", tmp_path)
+    path = tmp_path / "config.json"
+    text = json.loads(path.read_text())["text_config"]
+    path.write_text(json.dumps(text | {"architectures": ["Step3p5ForCausalLM"], "dtype": "float32"}))
+    torch.testing.assert_close(logits(load(tmp_path)), logits_of(reference, TOKENS), atol=1e-4, rtol=0.0)
+
+
+def test_attention_that_is_asked_for_more_than_it_computes_is_refused() -> None:
+    """Inkling's layers pass a bias of their own, here without the layers that keep a state."""
+    config = transformers.InklingTextConfig(**SMALL, layer_types=["full_attention"] * 2)
+    with pytest.raises(ConfigError, match="InklingAttention asks attention for position_bias"):
+        attention_calls(build_skeleton(config, torch.float32))
 
 
 class FakeGroup(RankGroup):
