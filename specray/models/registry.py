@@ -100,7 +100,8 @@ def _transformers_config(folder: Path) -> PretrainedConfig:
     whole = _auto_config(folder)
     config: Any = whole.get_text_config(decoder=True)
     if (architecture := _first_architecture(content)) in _WITHIN_IMAGE_MODELS:
-        config.multimodal_config = CONFIG_MAPPING[_WITHIN_IMAGE_MODELS[architecture]](text_config=config)
+        make: Any = CONFIG_MAPPING[_WITHIN_IMAGE_MODELS[architecture]]
+        config.multimodal_config = make(text_config=config)
     elif config is not whole:
         config.architectures = whole.architectures
         config.dtype = config.dtype or whole.dtype

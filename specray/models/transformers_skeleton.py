@@ -68,8 +68,8 @@ class AttentionCall:
         return self.scale is None or math.isclose(self.scale, self.qk_dim**-0.5, rel_tol=1e-12)
 
 
-# What layers pass to attention beside the arguments of `_attend`, and what needs nothing of it: positions are in q and k
-# already, and the indices are those of sparse attention, see `_NoIndexer`.
+# What layers pass to attention beside the arguments of `_attend` and needs nothing of it: positions are in q and k, and
+# the indices are those of sparse attention, see `_NoIndexer`.
 _UNREAD = {"dropout", "output_attentions", "position_ids", "use_cache", "indices", "block_indices"}
 
 _attention: ContextVar[AttentionFunction] = ContextVar("attention")

@@ -31,16 +31,19 @@ def filled(page: str) -> str:
 
 def recipes() -> str:
     """How many of vLLM's recipes are served, and a row for each way, in Markdown."""
-    rows: dict[str, list[str]] = {}
+    rows: dict[str, dict[str, list[str]]] = {}
     for recipe in sorted(RECIPES, key=lambda recipe: (not recipe.is_served, bool(recipe.limit))):
-        drafts = f", {recipe.drafts}" if recipe.drafts else ""
-        rows.setdefault(_way(recipe), []).append(f"{recipe.shown} ({recipe.architecture}{drafts})")
+        details = rows.setdefault(_way(recipe), {}).setdefault(recipe.shown, [])
+        details += [part for part in (recipe.architecture, recipe.drafts) if part and part not in details]
     served = sum(len(recipe.names) for recipe in RECIPES if recipe.is_served)
     short = sum(len(recipe.names) for recipe in RECIPES if recipe.is_served and recipe.limit)
     total = sum(len(recipe.names) for recipe in RECIPES)
-    return f"{served} of {total}, {short} of them with a short context:\n\n" + "".join(
-        f"- {way}: {', '.join(models)}\n" for way, models in rows.items()
-    )
+    listed = {
+        way: ", ".join(f"{name} ({', '.join(details)})" for name, details in families.items())
+        for way, families in rows.items()
+    }
+    head = f"{served} of {total} are served, {short} of them with a short context.\n\n"
+    return head + "".join(f"- {way}: {families}\n" for way, families in listed.items())
 
 
 def _way(recipe: Recipe) -> str:

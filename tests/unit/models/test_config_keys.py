@@ -296,7 +296,9 @@ def test_tensors_without_effect_are_logged(tmp_path: Path, caplog: pytest.LogCap
     )
 
 
-@pytest.mark.parametrize("name", ["llama", "internlm3", "glm4_moe", "minimax_m2", "solar_open", "glm_ocr", "minimax_m3"])
+@pytest.mark.parametrize(
+    "name", ["llama", "internlm3", "glm4_moe", "minimax_m2", "solar_open", "glm_ocr", "minimax_m3"]
+)
 def test_the_partial_rotary_factor_is_honoured_where_transformers_modules_read_it(name: str) -> None:
     """Their source says whether they do."""
     config: Any = decoder_config(name)
