@@ -34,7 +34,7 @@ from specray.outputs import FinishReason, RequestOutput
 from specray.sampling_params import SamplingParams
 from specray.train.answer_options import AnswerOptions
 from specray.train.hidden_states import HiddenStateRecorder, Recording
-from specray.train.process import Interrupts
+from specray.train.process import Interrupts, run_with_parent
 from specray.train.prompts import PromptFile, chat_prompt, read_prompt_file, user_turn
 from specray.train.run_files import replace_text
 from specray.train.shards import (
@@ -89,7 +89,8 @@ def _generate_all(options: AnswerOptions, progress: bool) -> None:
         _generate(options, 0, progress)
         return
     context = get_context("spawn")
-    workers = [context.Process(target=_generate, args=(options, part, progress)) for part in range(options.generators)]
+    arguments = [(__name__, _generate.__name__, options, part, progress) for part in range(options.generators)]
+    workers = [context.Process(target=run_with_parent, args=each) for each in arguments]
     with _terminated_together(workers):
         try:
             resource_tracker.ensure_running()  # the first worker would start it, which unblocks SIGINT
@@ -210,25 +211,18 @@ def _check_same(old: dict[str, Any], new: dict[str, Any], path: Path) -> None:
 
 def _generate(options: AnswerOptions, part: int, progress: bool) -> None:
     """One process's share: every `generators`-th request that is not in a shard yet."""
-    if (parent := parent_process()) is not None:
-        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    is_child = parent_process() is not None
     try:
-        if parent is not None:
+        if is_child:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         is_done = _Generator(options, part).run(progress)
     except KeyboardInterrupt:  # while the engine was loaded, or a second one
         is_done = False
     if is_done:
         return
-    if parent is None:
-        raise KeyboardInterrupt
-    sys.exit(1)
-
-
-def _end_with(parent: BaseProcess) -> None:
-    """End this process when its parent ends, even if the parent is killed."""
-    parent.join()
-    os._exit(1)
+    if is_child:
+        sys.exit(1)
+    raise KeyboardInterrupt
 
 
 def _longest_prompt(config: PretrainedConfig, max_tokens: int) -> int:

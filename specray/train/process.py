@@ -1,8 +1,12 @@
-"""The training process: its memory, and signals that end it."""
+"""Processes of training: their memory, and what ends them. Quick to import."""
 
 import ctypes
 import os
 import signal
+import threading
+from importlib import import_module
+from multiprocessing import parent_process
+from multiprocessing.process import BaseProcess
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -22,6 +26,22 @@ def keep_freed_memory() -> None:
     if hasattr(library, "mallopt"):
         library.mallopt(_M_MMAP_MAX, 0)
         library.mallopt(_M_TRIM_THRESHOLD, _OFF)
+
+
+def run_with_parent(module: str, function: str, *arguments: Any) -> None:
+    """Call a module's function in a child process, which ends when its parent does, even if that is killed.
+
+    The module is imported here, because a process should watch its parent before it imports torch.
+    """
+    parent = parent_process()
+    assert parent is not None
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    getattr(import_module(module), function)(*arguments)
+
+
+def _end_with(parent: BaseProcess) -> None:
+    parent.join()
+    os._exit(1)
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)

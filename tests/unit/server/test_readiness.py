@@ -68,9 +68,12 @@ def test_an_engine_without_free_blocks_is_ready_while_it_generates(serve: Serve)
     """No probe can be scheduled; the running requests show that the engine works."""
 
     async def scenario() -> None:
-        options = {"max_running_requests": 2, "max_queued_requests": 1, "disable_radix_cache": True}
-        async with serve(step_s=0.01, **options) as server:
+        # Three requests, and the probe that a slow machine still computes when they arrive.
+        options = {"max_running_requests": 2, "max_queued_requests": 2, "disable_radix_cache": True}
+        async with serve(step_s=0.3, **options) as server:
             await until_status(server, 200)
+            await server.until(lambda: bool(server.router._probes))
+            server.ranks.step_s = 0.01
             body = {"prompt": "x" * 200, "max_tokens": 300, "ignore_eos": True}
             ask = [asyncio.create_task(server.http.post("/v1/completions", json=body | {"seed": i})) for i in range(3)]
             scheduler = server.router._engine._engine.scheduler
