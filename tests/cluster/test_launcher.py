@@ -1,4 +1,4 @@
-"""`specray serve` from a user's side: it answers, exposes only its API, and stops."""
+"""`specray serve` from a user's side, also in a notebook: it answers, exposes only its API, and stops."""
 
 import os
 import re
@@ -15,6 +15,7 @@ from uuid import uuid4
 
 import grpc
 import httpx
+import openai
 import psutil
 import pytest
 
@@ -22,6 +23,8 @@ from cluster.cli.supervise import FOLDER
 from specray.cli.local_server import free_port
 from specray.llm import LLM
 from specray.sampling_params import SamplingParams
+from specray.utils import launch_server_cmd, print_highlight, terminate_process, wait_for_server
+from tests.support.processes import wait_until
 
 ROOT = Path(__file__).parents[2]
 SERVE = [sys.executable, "-P", "-m", "specray.cli.main", "serve"]
@@ -35,7 +38,7 @@ pytestmark = pytest.mark.slow  # so it comes before the files that share a clust
 class Served:
     """A running `specray serve` and its log."""
 
-    def __init__(self, model: Path, log: Path) -> None:
+    def __init__(self, model: Path, log: Path, *flags: str) -> None:
         self.port = free_port()
         self._log = log
         command = [
@@ -47,8 +50,8 @@ class Served:
             "--num-threads=1",
             "--max-total-tokens=4096",
             "--speculative-algorithm=NGRAM",
-            "--tp-size=2",
             "--served-model-name=tiny",
+            *flags,
         ]
         with log.open("wb") as out:
             self.process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT)
@@ -72,13 +75,12 @@ class Served:
         return self.environment()["RAY_TMPDIR"]
 
     def environment(self) -> dict[str, str]:
-        (launcher,) = psutil.Process(self.process.pid).children()
-        return launcher.environ()
+        return environment_of(self.process)
 
 
 @pytest.fixture(scope="module")
 def served(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    server = Served(tiny_model, tmp_path_factory.mktemp("launcher") / "log")
+    server = Served(tiny_model, tmp_path_factory.mktemp("launcher") / "log", "--tp-size=2")
     try:
         server.announcement()
         yield server
@@ -104,7 +106,7 @@ def test_flags_configure_the_server(served: Served, tiny_model: Path) -> None:
 
 def test_a_reply_beyond_grpcs_default_limit_arrives(served: Served) -> None:
     """It crosses Serve by gRPC, whose messages have at most 4 MiB by default."""
-    body = {"model": "tiny", "prompt": [[1] * 2000] * 10, "max_tokens": 1, "echo": True, "logprobs": 5}
+    body = {"model": "tiny", "prompt": [[1] * 2000] * 5, "max_tokens": 1, "echo": True, "logprobs": 20}
     reply = httpx.post(f"http://127.0.0.1:{served.port}/v1/completions", json=body, timeout=60.0)
     assert reply.status_code == 200, reply.text
     assert len(reply.content) > 4 << 20, len(reply.content)
@@ -193,6 +195,11 @@ def until_refused(url: str, body: dict[str, Any]) -> Any:
     return reply.json()
 
 
+def environment_of(server: subprocess.Popen[bytes]) -> dict[str, str]:
+    (launcher,) = psutil.Process(server.pid).children()
+    return launcher.environ()
+
+
 def family(folder: str) -> list[int]:
     """The server and all processes that it started: those with the folder in their environment."""
     found = []
@@ -264,16 +271,30 @@ def test_a_second_signal_stops_at_once(tiny_model: Path, tmp_path: Path) -> None
     assert not Path(folder).exists()
 
 
-def test_a_killed_launcher_leaves_no_process(tiny_model: Path, tmp_path: Path) -> None:
-    """Nor does one whose supervisor is killed: it stops as by a signal."""
-    server = Served(tiny_model, tmp_path / "log")
-    server.announcement()
-    folder = server.folder
-    server.process.kill()
-    give_up = time.monotonic() + 30.0
-    while family(folder) and time.monotonic() < give_up:
-        time.sleep(0.2)
-    assert family(folder) == []
+def test_a_notebooks_documented_cell_runs_and_a_killed_server_leaves_no_process(
+    tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A launcher whose supervisor is killed stops as by a signal."""
+    server_process, port = launch_server_cmd(
+        f"""
+python3 -m sglang.launch_server --model {tiny_model} --speculative-algorithm NGRAM \\
+    --speculative-num-draft-tokens 8 --max-total-tokens 4096 --log-level warning --served-model-name tiny
+"""
+    )
+    try:
+        wait_for_server(f"http://localhost:{port}", timeout=START_TIMEOUT_S)
+        client = openai.Client(base_url=f"http://127.0.0.1:{port}/v1", api_key="None")
+        response = client.completions.create(model="tiny", prompt="Hello", temperature=0, max_tokens=8)
+        print_highlight(f"Response: {response.choices[0].text!r}")
+        assert response.usage is not None
+        assert response.usage.completion_tokens == 8
+        assert "\x1b[1mResponse: " in capsys.readouterr().out
+        folder = environment_of(server_process)["RAY_TMPDIR"]
+        assert family(folder)
+        server_process.kill()
+        wait_until(lambda: not family(folder), seconds=30)
+    finally:
+        terminate_process(server_process)
 
 
 @pytest.mark.parametrize("name", ["code", "json", "queue"])

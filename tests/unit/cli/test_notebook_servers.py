@@ -1,4 +1,4 @@
-"""`specray.utils` without a server; `tests/cluster/test_notebooks.py` runs a documented cell."""
+"""`specray.utils` without a server; `tests/cluster/test_launcher.py` runs a documented cell."""
 
 import subprocess
 import sys
