@@ -33,7 +33,7 @@ class Trend(NamedTuple):
     """A change of the number of replicas that has been due without interruption."""
 
     since: float  # seconds
-    num_replicas: int  # after the smallest change due in that time
+    num_replicas: int  # number after the smallest change due in that time
 
 
 class Decision(NamedTuple):

@@ -17,17 +17,17 @@ class VerifiedTree(NamedTuple):
 class TokenSpan(NamedTuple):
     """A token's text. A token of which only a part may be sent yet (see TextStream) has several spans."""
 
-    token_index: int  # in the output
-    depth: int | None  # of the accepted node in its tree; 0: the target's own token; None: another engine generated it
+    token_index: int  # place in the output
+    depth: int | None  # depth of the accepted node; 0: the target's own token; None: another engine generated it
     text: str
 
 
 class TracedStep(NamedTuple):
     """A step that emitted tokens."""
 
-    token_index: int  # of its first token in the output
+    token_index: int  # place of its first token in the output
     tree: VerifiedTree
-    accepted_nodes: Sequence[int]  # from depth 1 on; empty: only the target's own token was emitted
+    accepted_nodes: Sequence[int]  # nodes from depth 1 on; empty: only the target's own token was emitted
 
 
 class DraftTrace(NamedTuple):

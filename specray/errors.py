@@ -28,9 +28,9 @@ class InvalidRequestError(SpecRayError, ValueError):
 class Overflow(NamedTuple):
     """Tokens of a request that needs more than a server allows."""
 
-    num_prompt_tokens: int  # at least
+    num_prompt_tokens: int  # a lower bound
     max_tokens: int
-    max_length: int  # of prompt and output together
+    max_length: int  # limit of prompt and output together
 
 
 class ContextLengthError(InvalidRequestError):

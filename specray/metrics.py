@@ -31,7 +31,7 @@ class Metric(NamedTuple):
     help: str
     label: str | None = None
     label_values: tuple[str, ...] = ()
-    bounds: tuple[float, ...] = SECONDS_BUCKETS  # of a histogram's buckets
+    bounds: tuple[float, ...] = SECONDS_BUCKETS  # upper bounds of a histogram's buckets
 
 
 REASONS = tuple(reason.value for reason in FinishReason)
@@ -143,7 +143,7 @@ METRICS = (
 
 
 class HistogramSnapshot(NamedTuple):
-    buckets: list[int]  # per bucket, not cumulative
+    buckets: list[int]  # count of each bucket, not cumulative
     total: float
     bounds: tuple[float, ...] = SECONDS_BUCKETS
 

@@ -103,11 +103,11 @@ class RequestOutput(NamedTuple):
     logprobs: list[TokenLogprob] | None
     finish_reason: FinishReason | None  # set in the last output
     stop_reason: str | int | None  # the stop string or token id that ended the request
-    error: str | None  # with FinishReason.ERROR
+    error: str | None  # message that FinishReason.ERROR comes with
     usage: RequestUsage
-    prompt_logprobs: list[TokenLogprob] | None = None  # in one output: the first with tokens, or the last
-    trace: DraftTrace | None = None  # of requests that ask for one
-    times: RequestTimes | None = None  # in the last output of requests that ask for them
+    prompt_logprobs: list[TokenLogprob] | None = None  # part of one output: the first with tokens, or the last
+    trace: DraftTrace | None = None  # only where a request asks for one
+    times: RequestTimes | None = None  # part of the last output where a request asks for them
 
 
 def merge_outputs(first: RequestOutput, second: RequestOutput) -> RequestOutput:

@@ -83,7 +83,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     allowed_token_ids: AllowedTokenIds | None = None
-    banned_sequences: BannedSequences = Field(default_factory=list)  # of tokens; the output has none of them
+    banned_sequences: BannedSequences = Field(default_factory=list)  # token sequences that the output never has
     logprob_token_ids: LogprobTokenIds = Field(default_factory=list)  # reported with each token's log probability
     prompt_logprobs: NumLogprobs | None = None
     prompt_logprobs_start: PromptPosition = 0

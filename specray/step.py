@@ -134,11 +134,11 @@ class RequestResult(NamedTuple):
     error: str | None  # set if no token can be sampled; the scheduler must end the request
     accepted_nodes: Sequence[int] = ()  # accepted nodes of the verified tree, one for each of token_ids but the last
     prompt_logprobs: list[TokenLogprob] | None = None  # logprobs of the prompt tokens that follow the computed ones
-    tree: VerifiedTree | None = None  # with NewRequest.traces_drafts, if tokens were emitted
+    tree: VerifiedTree | None = None  # set for NewRequest.traces_drafts, if tokens were emitted
     # Nothing was computed, because the request's grammar is still compiled; or the request ended in the step before.
     # What was computed after that is dropped.
     is_deferred: bool = False
-    draft_scores: Sequence[float] = ()  # with DraftLimit.min_score: of the drafts, those below it included
+    draft_scores: Sequence[float] = ()  # the drafts' if DraftLimit.min_score is set, those below it included
 
 
 class StepTimes(NamedTuple):

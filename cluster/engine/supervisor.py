@@ -39,7 +39,7 @@ class DrafterState(NamedTuple):
     state: str  # "off", "ready", or "loading": it is being started or connects, and steps run without drafts
     speculative: SpeculativeConfig
     loading: SpeculativeConfig | None  # options of the drafter that will replace it
-    num_restarts: int  # of all drafters of this engine
+    num_restarts: int  # restarts of all drafters of this engine
     absence: str = ""  # why there is no drafter at present; empty if it drafts, or is off
 
 

@@ -20,7 +20,7 @@ class Place(NamedTuple):
     """Where a process runs."""
 
     node_id: str
-    address: str  # of the node in the Ray cluster
+    address: str  # the node's in the Ray cluster
     pid: int
 
     @classmethod

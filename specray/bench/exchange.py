@@ -22,16 +22,16 @@ EVENT_END = b"\n\n"
 class Exchange:
     """A reply, as far as it was received."""
 
-    seconds: float  # from connecting to the end
+    seconds: float  # time from connecting to the end
     status: int | None = None  # None: no status line arrived
     headers: Mapping[str, str] = field(default_factory=dict)  # names in lower case
-    body: bytes = b""  # without chunk framing
+    body: bytes = b""  # the content, chunk framing removed
     is_whole: bool = False
-    was_cut: bool = False  # by us
+    was_cut: bool = False  # whether we cut it
     error: str = ""  # the error that ended the connection
     was_connected: bool = True
     longest_gap: float = 0.0  # seconds between two pieces of the reply
-    event_times: tuple[float, ...] = ()  # of a stream: seconds from connecting until each event had arrived
+    event_times: tuple[float, ...] = ()  # a stream's: seconds from connecting until each event had arrived
 
 
 def request_bytes(url: str, body: Any = None, key: str | None = None) -> bytes:

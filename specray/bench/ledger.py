@@ -24,7 +24,7 @@ class Outcome(StrEnum):
     COMPLETE = "complete"
     ERROR = "error"  # an error body, or an error event in its stream
     REFUSED = "refused"  # refused, with a Retry-After
-    ABORTED = "aborted"  # by the client
+    ABORTED = "aborted"  # the client left
     BROKEN = "broken"
 
 
@@ -33,12 +33,12 @@ class Ending:
     """A request's end."""
 
     outcome: Outcome
-    status: int | None  # of HTTP; None if none arrived
-    seconds: float  # since it was sent
-    num_tokens: int = 0  # by the server's count; 0 unless complete
-    text: str = ""  # of its first choice, as far as it was received
+    status: int | None  # HTTP status; None if none arrived
+    seconds: float  # time since it was sent
+    num_tokens: int = 0  # the server's count; 0 unless complete
+    text: str = ""  # the first choice's, as far as it was received
     detail: str = ""  # the error message, or what was wrong with a broken reply
-    token_times: tuple[float, ...] = ()  # of a stream: seconds until each event with tokens arrived
+    token_times: tuple[float, ...] = ()  # a stream's: seconds until each event with tokens arrived
     sent_s: float = 0.0  # when it was sent: seconds since the load began
 
 

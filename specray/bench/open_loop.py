@@ -23,7 +23,7 @@ BYTES_PER_TOKEN = 250  # estimate, in a stream
 class Load:
     """The load to send."""
 
-    url: str  # of the server, without a path
+    url: str  # the server's, without a path
     rate: float  # requests a second, on average
     seconds: float
     max_tokens: int = 32
@@ -34,8 +34,8 @@ class Load:
     slow_share: float = 0.0  # share of requests that read one byte a second
     key: str | None = None
     seed: int = 0
-    is_chat: bool = False  # by /v1/chat/completions instead of /v1/completions
-    options: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 1.0, "ignore_eos": True})  # of a body
+    is_chat: bool = False  # whether /v1/chat/completions is asked instead of /v1/completions
+    options: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 1.0, "ignore_eos": True})  # body fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Report:
     """The outcome of a load."""
 
     ledger: Ledger
-    seconds: float  # until the last request had ended
+    seconds: float  # time until the last request had ended
     was_interrupted: bool = False
 
     @property

@@ -18,7 +18,7 @@ class Prompt(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore")  # data sets have further fields
 
-    id: str | int = ""  # by default the line's number
+    id: str | int = ""  # the line's number by default
     category: str = "all"
     turns: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)]
 

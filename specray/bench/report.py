@@ -25,7 +25,7 @@ class Summary:
     accept_length: float | None  # tokens per verify step, bonus included
     accept_histogram: list[int]  # [k]: verified trees with drafts of which exactly k were accepted
     acceptance_per_depth: list[float]  # trees accepted to this depth, of those accepted to the one above
-    host_share: float | None  # of a step's time, median over steps
+    host_share: float | None  # the host's share of a step's time, median over steps
     identical_to_plain: float | None  # share of answers whose tokens equal plain decoding's
     num_requests: int
     num_output_tokens: int

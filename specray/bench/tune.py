@@ -51,7 +51,7 @@ class Candidate:
 
     tree: str
     speculative: SpeculativeConfig
-    ratios: dict[int, list[float]] = field(default_factory=dict)  # of each run: tokens/s over plain decoding's
+    ratios: dict[int, list[float]] = field(default_factory=dict)  # each run's tokens/s over plain decoding's
     tokens_per_s: dict[int, list[float]] = field(default_factory=dict)  # median of each round
     accept_lengths: list[float] = field(default_factory=list)
     num_rounds: int = 0

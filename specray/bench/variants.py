@@ -48,8 +48,8 @@ class TimedReply:
     """One request's answer and times, in seconds."""
 
     token_ids: list[int] = field(default_factory=list)
-    ttft: float = 0.0  # from submission to the first token
-    seconds: float = 0.0  # from submission to the last token
+    ttft: float = 0.0  # time from submission to the first token
+    seconds: float = 0.0  # time from submission to the last token
     usage: RequestUsage | None = None  # None: the variant does not verify
 
     @property
@@ -64,9 +64,9 @@ class Run:
 
     replies: list[TimedReply]
     seconds: float
-    host_shares: list[float]  # of each engine step
-    full_tokens: int = 0  # of the steps in which as many requests as allowed were running
-    full_seconds: float = 0.0  # of these steps
+    host_shares: list[float]  # the host's share of each engine step
+    full_tokens: int = 0  # tokens of the steps in which as many requests as allowed were running
+    full_seconds: float = 0.0  # duration of these steps
 
     @property
     def tokens_per_s(self) -> float:

@@ -28,8 +28,8 @@ class StreamedAnswer:
 
     text: str = ""
     usage: dict[str, Any] = field(default_factory=dict)
-    seconds: float = 0.0  # from the request to the last piece of text
-    is_cut: bool = False  # by max_tokens or the end of the context
+    seconds: float = 0.0  # time from the request to the last piece of text
+    is_cut: bool = False  # whether max_tokens or the end of the context ended it
 
     @property
     def num_tokens(self) -> int:

@@ -37,7 +37,7 @@ class ServerStatus(NamedTuple):
     at: float  # seconds on any clock
     is_ready: bool
     info: Json  # empty while no engine is connected
-    counts: dict[str, Counts]  # by replica
+    counts: dict[str, Counts]  # each replica's
     drafters: dict[str, str]
 
 

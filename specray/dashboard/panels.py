@@ -33,7 +33,7 @@ class Query(NamedTuple):
 class Panel(NamedTuple):
     row: str  # the title of its row
     title: str
-    unit: str  # as Grafana names it
+    unit: str  # Grafana's name of it
     description: str
     queries: tuple[Query, ...]
     is_stacked: bool

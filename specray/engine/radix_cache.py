@@ -49,7 +49,7 @@ class CacheNode:
     children: dict[tuple[int, ...], "CacheNode"] = field(default_factory=dict)
     num_users: int = 0
     last_used: int = 0
-    is_offered: bool = False  # in IdleLeaves, at most once
+    is_offered: bool = False  # whether it is in IdleLeaves, which has it at most once
 
 
 class IdleLeaves:

@@ -26,7 +26,7 @@ class DrafterChoice:
     kind: TextKind
     max_draft_tokens: int  # drafts of the largest tree of the drafter or its shadow
     tokens: int = 0
-    time: float = 0.0  # in units of what a token usually takes
+    time: float = 0.0  # duration in units of what a token usually takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Request:
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
 
-    slot: int = -1  # in the worker's request table, while running
+    slot: int = -1  # place in the worker's request table, while running
     num_computed_tokens: int = 0  # committed tokens whose KV is written
     in_flight: list[Planned] = field(default_factory=list)  # oldest first
     block_ids: list[int] = field(default_factory=list)

@@ -24,8 +24,8 @@ class LatentSizes:
     """Widths of one head and of the latent."""
 
     kv_rank: int
-    rope_dim: int  # of query and key, with the rotary position
-    nope_dim: int  # of query and key, without
+    rope_dim: int  # part of query and key that has the rotary position
+    nope_dim: int  # part of query and key that has none
     value_dim: int
 
     @property

@@ -19,18 +19,17 @@ from specray.layers.rotary import RotaryEmbedding
 from specray.models.decoder_layer import DecoderLayer, FeedForward
 from specray.models.fused_forward import FusedForward
 from specray.models.loading import EMBEDDING, Loader
-from specray.models.target_model import BEFORE_FINAL_NORM, ModelShape, StepForward
+from specray.models.target_model import BEFORE_FINAL_NORM, LanguageModel, ModelShape, StepForward
 from specray.ops.attention import Attend, AttentionBackend
 from specray.ops.cpu.attention import PagedAttend, PagedAttention
 from specray.ops.cpu.layers import FusedLayers
 from specray.ops.layer_attention import LayerAttention
-from specray.ops.step_tensors import LargestLogits
 
 
-class CausalLM(nn.Module):
+class CausalLM(LanguageModel):
     """A stack of decoder layers over one flattened batch [T, hidden]; `attend` knows rows, trees and the KV pool."""
 
-    can_round_kv = True  # to int8, with one scale for each row of a head
+    can_round_kv = True  # whether KV may be int8, with one scale for each row of a head
 
     def __init__(self, config: PretrainedConfig, loader: Loader, max_positions: int) -> None:
         super().__init__()
@@ -125,31 +124,11 @@ class CausalLM(nn.Module):
             aux_hidden_state_layers, captured, copies, {BEFORE_FINAL_NORM: hidden, final_layer: final}
         )
 
-    def logits(self, hidden_states: Tensor) -> Tensor:
-        """float32 [n, vocab] from final hidden states [n, hidden]."""
-        return self.head(hidden_states)
-
-    def with_logits(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        attend: Attend,
-        places: Tensor | None,
-        aux_hidden_state_layers: Sequence[int] = (),
-        only_largest: bool = False,
-    ) -> tuple[Tensor, Tensor | LargestLogits, list[Tensor]]:
-        """See TargetModel."""
-        if self.fused_forward is not None and isinstance(attend, PagedAttend):
-            return self.fused_forward(token_ids, positions, attend, places, aux_hidden_state_layers, only_largest)
-        final, states = self(token_ids, positions, attend, aux_hidden_state_layers)
-        rows = final if places is None else final.index_select(0, places)
-        return final, self.head.shard(rows, only_largest), states
-
     def step_forward(self, attention: AttentionBackend) -> StepForward:
         """See TargetModel."""
         if self.fused_forward is not None and isinstance(attention, PagedAttention):
             return self.fused_forward
-        return self.with_logits
+        return super().step_forward(attention)
 
 
 def _in_order(

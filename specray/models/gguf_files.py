@@ -377,7 +377,7 @@ class _Entry(NamedTuple):
     """A tensor to write, in parts."""
 
     name: str
-    dtype: str  # as safetensors names it
+    dtype: str  # safetensors' name of it
     shape: tuple[int, ...]
     num_bytes: int
     parts: Callable[[], Iterator[npt.NDArray[Any]]]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from specray.layers.linear import VocabEmbedding, VocabHead
 from specray.ops.attention import Attend, AttentionBackend
@@ -85,3 +85,31 @@ class TargetModel(Protocol):
 
         A FusedForward can also start a pass and return before its results are there.
         """
+
+
+class LanguageModel(nn.Module):
+    """Base of a TargetModel whose `head` turns its final hidden states into logits."""
+
+    head: VocabHead
+
+    def logits(self, hidden_states: Tensor) -> Tensor:
+        """See TargetModel."""
+        return self.head(hidden_states)
+
+    def with_logits(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        places: Tensor | None,
+        aux_hidden_state_layers: Sequence[int] = (),
+        only_largest: bool = False,
+    ) -> tuple[Tensor, Tensor | LargestLogits, list[Tensor]]:
+        """See TargetModel."""
+        final, states = self(token_ids, positions, attend, aux_hidden_state_layers)
+        rows = final if places is None else final.index_select(0, places)
+        return final, self.head.shard(rows, only_largest), states
+
+    def step_forward(self, attention: AttentionBackend) -> StepForward:  # noqa: ARG002
+        """See TargetModel."""
+        return self.with_logits

@@ -19,7 +19,7 @@ from specray.layers.linear import VocabEmbedding, VocabHead
 from specray.layers.parallel import RankGroup
 from specray.models.llama_shape import heads_of_rank
 from specray.models.loading import Loader
-from specray.models.target_model import BEFORE_FINAL_NORM, ModelShape, StepForward
+from specray.models.target_model import BEFORE_FINAL_NORM, LanguageModel, ModelShape
 from specray.models.transformers_head import FinishedHead
 from specray.models.transformers_layers import has_row_wise_products
 from specray.models.transformers_parallel import split_skeleton
@@ -34,11 +34,10 @@ from specray.models.transformers_skeleton import (
     decoder_of,
 )
 from specray.models.transformers_weights import StoredNames, load_weights
-from specray.ops.attention import Attend, AttentionBackend
+from specray.ops.attention import Attend
 from specray.ops.grouped_weight import Weight
 from specray.ops.layer_attention import LayerAttention, pack_kv
 from specray.ops.linear import is_row_wise
-from specray.ops.step_tensors import LargestLogits
 
 
 def transformers_shape(config: PretrainedConfig, group: RankGroup) -> ModelShape:
@@ -48,7 +47,7 @@ def transformers_shape(config: PretrainedConfig, group: RankGroup) -> ModelShape
     return _shape(config, attention_calls(skeleton))
 
 
-class TransformersModel(nn.Module):
+class TransformersModel(LanguageModel):
     """transformers' modules of one causal language model."""
 
     can_round_kv = True
@@ -125,28 +124,6 @@ class TransformersModel(nn.Module):
     def _decode(self, token_ids: Tensor, positions: Tensor, attention: AttentionFunction) -> Tensor:
         """The final hidden states [T, hidden] of int64 [T]."""
         return decode(self._body, positions, attention, input_ids=token_ids[None])
-
-    def logits(self, hidden_states: Tensor) -> Tensor:
-        """float32 [n, vocab] from final hidden states [n, hidden]."""
-        return self.head(hidden_states)
-
-    def with_logits(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        attend: Attend,
-        places: Tensor | None,
-        aux_hidden_state_layers: Sequence[int] = (),
-        only_largest: bool = False,
-    ) -> tuple[Tensor, Tensor | LargestLogits, list[Tensor]]:
-        """See TargetModel."""
-        final, states = self(token_ids, positions, attend, aux_hidden_state_layers)
-        rows = final if places is None else final.index_select(0, places)
-        return final, self.head.shard(rows, only_largest), states
-
-    def step_forward(self, attention: AttentionBackend) -> StepForward:  # noqa: ARG002
-        """See TargetModel."""
-        return self.with_logits
 
 
 def decode(body: nn.Module, positions: Tensor, attention: AttentionFunction, **inputs: Tensor) -> Tensor:

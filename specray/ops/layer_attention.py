@@ -20,11 +20,11 @@ class LayerAttention:
     """
 
     window: int | None = None  # keys at positions above the query's own minus `window` are seen; None: all before it
-    scale: float | None = None  # of scores; None: 1 / sqrt(head_dim)
+    scale: float | None = None  # factor of scores; None: 1 / sqrt(head_dim)
     softcap: float | None = None  # scores become softcap * tanh(score / softcap), scaled before and masked after
     sinks: Tensor | None = None  # [heads of this rank]: each head's logit that only joins the softmax's denominator
-    num_heads: int = 0  # of q; 0: as given to `make_backend`
-    num_kv_heads: int = 0  # with head_dim, the layer's share of a KV slot; 0: the pool's
+    num_heads: int = 0  # heads of q; 0: as given to `make_backend`
+    num_kv_heads: int = 0  # times head_dim, the layer's share of a KV slot; 0: the pool's
     head_dim: int = 0
 
     @property

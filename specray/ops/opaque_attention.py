@@ -21,7 +21,7 @@ class StepAttention:
 
     attend: Attend | None  # None: everything is padding
     num_tokens: int
-    first_layer: int  # of the graph that runs
+    first_layer: int  # number of the running graph's first layer
 
 
 _step: ContextVar[StepAttention] = ContextVar("step")

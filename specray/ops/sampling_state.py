@@ -25,7 +25,7 @@ class SamplingState:
     is_known: Tensor | None = None  # bool [V], prompt and generated tokens; only with repetition penalty
     is_allowed: Tensor | None = None  # bool [V]; only with allowed_token_ids
     recent: list[int] = field(default_factory=list)  # the last generated tokens, as far as banned sequences reach
-    is_sampled: bool = field(init=False)  # at a temperature above 0
+    is_sampled: bool = field(init=False)  # whether the temperature is above 0
     stop_ids: frozenset[int] = field(init=False)  # tokens that end the request
     adjusts_until: float = field(init=False)  # logits are adjusted while fewer tokens than this were generated
 

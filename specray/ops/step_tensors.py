@@ -33,7 +33,7 @@ class RequestBuffer(NamedTuple):
     cells: Tensor  # int32 [slots * row_size]
     row_size: int
     kv_column: int
-    length_column: int  # of the number of known tokens
+    length_column: int  # column of the number of known tokens
 
 
 class LargestLogits(NamedTuple):

@@ -29,7 +29,7 @@ class PreparedPrompt(NamedTuple):
 
     token_ids: list[int]
     params: SamplingParams
-    names: Sequence[str]  # of each choice, for /abort_request
+    names: Sequence[str]  # each choice's, for /abort_request
     predicted_token_ids: Sequence[int] = ()  # see EngineRequest
 
 

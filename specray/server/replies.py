@@ -34,7 +34,7 @@ class Framing(NamedTuple):
     """How the server-sent events of one API are written, ended and, after a failure, reported."""
 
     encode: Callable[[Json], bytes]  # one chunk
-    done: bytes  # after the last chunk of a complete reply
+    done: bytes  # event after the last chunk of a complete reply
     error: Callable[[ApiError], list[Json]]  # the chunks that end a failed reply
 
 

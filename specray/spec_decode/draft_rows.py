@@ -35,7 +35,7 @@ class DraftKV:
     # int64 [max_rows, m], KV slots of tokens that are read behind the committed ones; None: there are none
     extra: Tensor | None = None
     reads_next_token: bool = True  # the model pairs a position with the token behind it
-    num_layers: int = 1  # with KV of their own positions: layer k has none at the first k of a text
+    num_layers: int = 1  # layers with KV of their own positions: layer k has none at the first k of a text
 
     def __post_init__(self) -> None:
         # Made once, so that a CUDA graph need not: KV slots [max_rows, topk] and depths [max_rows] of each level's
@@ -117,7 +117,7 @@ class DraftRows(Protocol):
 class Reads(NamedTuple):
     """What one layer reads of R requests, those that get a tree first, and the KV that it then has of them."""
 
-    requests: Sequence[DraftRequest]  # from `start` to before `end`
+    requests: Sequence[DraftRequest]  # those from `start` to before `end`
     columns: Sequence[Tensor]  # their slots, starts and ends, each int64 [R]
     kv_slots: Tensor  # int64 [R, n]
     kv_lens: list[int]  # how many of them each request has

@@ -22,8 +22,8 @@ class Level(NamedTuple):
     """Matches of `length` to 2 * `length` - 1 symbols."""
 
     length: int
-    own: dict[int, Match]  # in the request's own text, latest place first
-    shared: dict[int, Match]  # in texts of finished requests
+    own: dict[int, Match]  # matches in the request's own text, latest place first
+    shared: dict[int, Match]  # matches in texts of finished requests
 
 
 class NgramDraft(NamedTuple):

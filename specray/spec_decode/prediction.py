@@ -15,7 +15,7 @@ class Prediction:
     _next: int | None = 0  # place of the token expected next; None away from the prediction
     _left_at: int = 0  # where the output last left it
     _last: list[int] = field(default_factory=list)  # the last MIN_MATCH output tokens
-    _places: dict[tuple[int, ...], list[int]] = field(default_factory=dict)  # after each n-gram, ascending
+    _places: dict[tuple[int, ...], list[int]] = field(default_factory=dict)  # places after each n-gram, ascending
 
     def __post_init__(self) -> None:
         for end in range(MIN_MATCH, len(self.token_ids) + 1):

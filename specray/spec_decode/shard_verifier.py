@@ -6,16 +6,14 @@ filters by bisection over shards would take an exchange for every pass, and the 
 """
 
 import torch
-from torch import Tensor
 
 from specray.layers.linear import VocabHead
-from specray.ops.sampling_state import SamplingBatch, SamplingState, TokenMask
+from specray.ops.sampling_state import SamplingState, TokenMask
 from specray.ops.shard_sampling import Choices, best_of, none_of, packed
-from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.node_sampler import NodeSampler, coupled
 from specray.spec_decode.step_ops import step_ops
 from specray.spec_decode.verifier import needs_walk, verify
-from specray.spec_decode.verify_batch import VerifyInput, VerifyOutput, in_order
+from specray.spec_decode.verify_batch import PaddedVerifyInput, VerifyInput, VerifyOutput, in_order
 
 
 def verify_shards(
@@ -41,27 +39,20 @@ def verify_shards(
 
 
 def verify_padded_shards(
-    logits: Tensor,
-    tree: DraftTree,
-    sampling: SamplingBatch | None,
-    lengths: Tensor,
-    is_sampled: bool,
-    sampler: NodeSampler,
-    head: VocabHead,
-    is_filtered: bool,
+    inputs: PaddedVerifyInput, sampler: NodeSampler, head: VocabHead, is_filtered: bool
 ) -> VerifyOutput:
-    """`TorchStepOps.verify_padded` where `logits` are this rank's columns of `head`; rank 0's outcome on all ranks.
+    """`TorchStepOps.verify_padded` where the logits are this rank's columns of `head`; rank 0's outcome on all ranks.
 
     Unless `is_filtered`, no sampled request has filters.
     """
+    logits, tree = inputs.logits, inputs.tree
     ops = step_ops(logits.device)
-    if (is_sampled and is_filtered) or sampler is not coupled:
-        gathered = head.gathered(logits).contiguous()
-        verified = ops.verify_padded(gathered, tree, sampling, lengths, is_sampled, sampler)
+    if (inputs.is_sampled and is_filtered) or sampler is not coupled:
+        verified = ops.verify_padded(inputs._replace(logits=head.gathered(logits).contiguous()), sampler)
     else:
         own = none_of(tree.tokens.numel(), logits.device)  # the last ranks may have no column
         if logits.shape[1]:
-            own = ops.choose_padded(logits, tree, sampling if is_sampled else None, lengths, head.first_id)
+            own = ops.choose_padded(logits, tree, inputs.drawn, inputs.lengths, head.first_id)
         verified = ops.accept(tree, _exchanged(own, head))
     return VerifyOutput(head.group.broadcast(verified.outcome))
 

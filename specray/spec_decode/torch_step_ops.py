@@ -14,7 +14,7 @@ from specray.ops.shard_sampling import Choices, choose_in_shard
 from specray.ops.step_tensors import RaggedIndex, RequestBuffer, TreesWanted, TreeTensors, num_emitted, tokens_of
 from specray.spec_decode.draft_tree import NONE, ROOT, DraftTree
 from specray.spec_decode.node_sampler import NodeSampler, PaddedSampler
-from specray.spec_decode.verify_batch import VerifyInput, VerifyOutput
+from specray.spec_decode.verify_batch import PaddedVerifyInput, VerifyInput, VerifyOutput
 
 
 class FlatTokens(NamedTuple):
@@ -144,30 +144,17 @@ class TorchStepOps:
         keys = None if sampling is None else _keys(tree, sampling, lengths).flatten(0, 1)
         return choose_in_shard(ops_on(logits.device), logits, temperature, keys, first_id)
 
-    def verify_padded(
-        self,
-        logits: Tensor,
-        tree: DraftTree,
-        sampling: SamplingBatch | None,
-        lengths: Tensor,
-        is_sampled: bool,
-        sampler: NodeSampler,
-    ) -> VerifyOutput:
-        """`verify` for CUDA graphs, where `can_verify_padded`: without the host.
-
-        `logits` float32 [B * N, V] has a row for every place of `tree`. Unless `is_sampled`, all requests are greedy.
-        `lengths` int64 [B] are the known tokens. A request whose tree has no node keeps and emits nothing. `sampling`
-        may be None for greedy requests with coupled sampling.
-        """
+    def verify_padded(self, inputs: PaddedVerifyInput, sampler: NodeSampler) -> VerifyOutput:
+        """`verify` where `can_verify_padded`. A request whose tree has no node keeps and emits nothing."""
+        logits, tree, sampling = inputs.logits, inputs.tree, inputs.drawn
         ancestors, shape, ops = tree.ancestors(), tree.tokens.shape, ops_on(logits.device)
-        if not is_sampled:
+        if sampling is None:
             chosen = ops.argmax(logits)
         else:
-            assert sampling is not None
-            keys = noise_keys(sampling.seeds[:, None], lengths[:, None] + ancestors.sum(-1) - 1)
+            keys = noise_keys(sampling.seeds[:, None], inputs.lengths[:, None] + ancestors.sum(-1) - 1)
             chosen = ops.sample_padded(logits, sampling.repeat(shape[1]), keys.flatten(0, 1))
         is_finite = logits.gather(1, chosen[:, None])[:, 0].isfinite()
-        chosen = at_nodes(sampler, chosen.view(shape), tree, sampling, lengths, logits.shape[-1])
+        chosen = at_nodes(sampler, chosen.view(shape), inputs)
         return accept(tree, ancestors, chosen, is_finite.view(shape))
 
     def accept(self, tree: DraftTree, choices: Choices) -> VerifyOutput:
@@ -176,19 +163,12 @@ class TorchStepOps:
         return accept(tree, tree.ancestors(), choices.tokens.view(shape), choices.is_finite.view(shape) > 0)
 
 
-def at_nodes(
-    sampler: NodeSampler,
-    chosen: Tensor,
-    tree: DraftTree,
-    sampling: SamplingBatch | None,
-    lengths: Tensor,
-    vocab_size: int,
-) -> Tensor:
+def at_nodes(sampler: NodeSampler, chosen: Tensor, inputs: PaddedVerifyInput) -> Tensor:
     """The sampler's tokens after all nodes, int64 [B, N], from those that `coupled` chooses."""
     if not isinstance(sampler, PaddedSampler):
         return chosen
-    assert sampling is not None
-    return sampler.at_nodes(chosen, tree, sampling.seeds, lengths, vocab_size)
+    assert inputs.sampling is not None
+    return sampler.at_nodes(chosen, inputs.tree, inputs.sampling.seeds, inputs.lengths, inputs.logits.shape[-1])
 
 
 def _chosen(inputs: VerifyInput, index: RaggedIndex) -> Tensor:

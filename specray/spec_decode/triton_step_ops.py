@@ -13,7 +13,7 @@ from specray.ops.step_tensors import RequestBuffer
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.node_sampler import NodeSampler
 from specray.spec_decode.torch_step_ops import ExtendInput, TorchStepOps, TorchTable, TreeInput, TreeOps, at_nodes
-from specray.spec_decode.verify_batch import VerifyInput, VerifyOutput
+from specray.spec_decode.verify_batch import PaddedVerifyInput, VerifyInput, VerifyOutput
 
 
 class TritonStepOps(TorchStepOps):
@@ -52,18 +52,10 @@ class TritonStepOps(TorchStepOps):
             keys = keys_of_nodes(sampling.seeds, lengths, tree.parents, tree.max_depth)
         return choose(rows, sampling, keys, first_id)
 
-    def verify_padded(
-        self,
-        logits: Tensor,
-        tree: DraftTree,
-        sampling: SamplingBatch | None,
-        lengths: Tensor,
-        is_sampled: bool,
-        sampler: NodeSampler,
-    ) -> VerifyOutput:
-        choices = self.choose_padded(logits, tree, sampling if is_sampled else None, lengths)
-        chosen = choices.tokens.view(tree.tokens.shape)
-        chosen = at_nodes(sampler, chosen, tree, sampling, lengths, logits.shape[-1])
+    def verify_padded(self, inputs: PaddedVerifyInput, sampler: NodeSampler) -> VerifyOutput:
+        tree = inputs.tree
+        choices = self.choose_padded(inputs.logits, tree, inputs.drawn, inputs.lengths)
+        chosen = at_nodes(sampler, choices.tokens.view(tree.tokens.shape), inputs)
         return self.accept(tree, choices._replace(tokens=chosen.flatten()))
 
     def accept(self, tree: DraftTree, choices: Choices) -> VerifyOutput:

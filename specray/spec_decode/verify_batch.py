@@ -82,6 +82,21 @@ class VerifyInput(NamedTuple):
         )
 
 
+class PaddedVerifyInput(NamedTuple):
+    """B trees of N places each and the target's logits at all places, for CUDA graphs: the host reads nothing."""
+
+    logits: Tensor  # float32 [B * N, V]
+    tree: DraftTree
+    sampling: SamplingBatch | None  # None: all requests are greedy, and the sampler is `coupled`
+    lengths: Tensor  # int64 [B], known tokens
+    is_sampled: bool  # False: all requests are greedy
+
+    @property
+    def drawn(self) -> SamplingBatch | None:
+        """The sampling options; None if all requests are greedy."""
+        return self.sampling if self.is_sampled else None
+
+
 def in_order(outputs: Sequence[VerifyOutput], rows: Sequence[int]) -> VerifyOutput:
     """One output of several, whose requests, one output after the other, are number `rows` of the batch."""
     order = torch.tensor(rows).argsort().to(outputs[0].outcome.device)

@@ -21,7 +21,7 @@ _SCALARS = {"null", "boolean", "integer", "number", "string"}
 class _Need(NamedTuple):
     """Values of which one must be finite."""
 
-    place: str  # of its schema, for messages
+    place: str  # its schema's place, for messages
     choices: list[Places]
 
 

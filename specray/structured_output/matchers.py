@@ -41,7 +41,7 @@ class SlotGrammar:
     spec: GrammarSpec
     compiled: "Future[CompiledGrammar]"
     output: list[int]  # generated before the request entered: after preemption, or by another engine
-    matcher: "GrammarMatcher | None" = None  # after all tokens of the output; None until it is compiled
+    matcher: "GrammarMatcher | None" = None  # state after all tokens of the output; None until it is compiled
     deferred_block_ids: list[int] = field(default_factory=list)
     error: str | None = None
     spent_s: float = 0.0  # CPU time in steps
@@ -61,7 +61,7 @@ class ConstrainedTrees(NamedTuple):
 
     tree: DraftTree
     num_nodes: list[int]  # the host's copy of tree.num_nodes
-    mask: TokenMask | None  # of the logits of the rows that sample; None: no request among them has a grammar
+    mask: TokenMask | None  # mask of the sampling rows' logits; None: no request among them has a grammar
 
 
 class GrammarTable:

@@ -148,7 +148,7 @@ def stored_hidden_states(answers: Sequence[Answer]) -> list[Tensor]:
 class Collate:
     """Pads answers into one batch on the training device."""
 
-    columns: slice  # of the hidden states: the head's input
+    columns: slice  # the part of the hidden states that is the head's input
     hidden_size: int
     max_length: int
     dtype: torch.dtype

@@ -31,8 +31,8 @@ class TrainSettings:
     total_variation: float = 0.0  # its weight in the loss; the rest is cross-entropy
     draft_vocab_size: int = 8192
     intermediate_size: int | None = None
-    num_layers: int = 1  # of the head
-    layers: str = "4"  # of the target, in a draft model: their number, or a list
+    num_layers: int = 1  # the head's layers
+    layers: str = "4"  # the target's layers in a draft model: their number, or a list
     batch_tokens: int = 1024
     max_length: int = 2048
     learning_rate: float = 1e-3
@@ -45,7 +45,7 @@ class TrainSettings:
     bias: bool = False
     start: str = "identity"
     init_head: str | None = None
-    weights: str = "bfloat16"  # of the exported head: bfloat16 or int8
+    weights: str = "bfloat16"  # type of the exported head's: bfloat16 or int8
     dtype: str = "auto"
     validate_every: int = 500_000
     checkpoint_minutes: float = 10.0
@@ -79,9 +79,9 @@ class Counters:
 
     steps: int = 0
     tokens: int = 0  # labels used, repeated ones counted each time
-    next_validation: int = 0  # in tokens
+    next_validation: int = 0  # number of tokens at which it is due
     seconds: float = 0.0
-    tokens_before: int = 0  # of the head that the run started from
+    tokens_before: int = 0  # tokens that the head had learnt from before this run
 
     @property
     def all_tokens(self) -> int:

@@ -46,7 +46,7 @@ class TokenSequence:
     token_ids: Sequence[int]  # n
     prompt_length: int
     aux_hidden_states: Tensor | None  # bfloat16 [n, columns]; the last row is zeros
-    index: int  # of the request in its run
+    index: int  # the request's number in its run
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ class Validation:
     top1: list[float]  # agrees, regardless of smaller depths
     conditional: list[float]  # agrees, given that all smaller depths did
     accepted: list[float]  # this and all smaller depths agree
-    accept_length: float  # of a chain: 1 + sum of `accepted`
+    accept_length: float  # a chain's: 1 + sum of `accepted`
     top4: list[float]  # the target's token is among the top 4
     top8: list[float]
     accept_length_top4: float  # 1 + sum of the share of chains with it among the top 4 at every depth so far

@@ -50,7 +50,7 @@ class Pass:
 class StepOutcome:
     """A step on the host."""
 
-    batch: StepBatch  # with the trees' numbers of nodes
+    batch: StepBatch  # the step's rows, the trees' numbers of nodes among them
     output: StepOutput
     computed: ForwardOutput
     end: float  # time of `time.perf_counter` when the host saw the end of the pass

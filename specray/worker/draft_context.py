@@ -22,7 +22,7 @@ def draft_context(
     rows, sampling = batch.rows, set(batch.rows.sampling)
     drafting: list[DraftRequest] = []
     others: list[DraftRequest] = []
-    places: list[int] = []  # of the committed tokens of `drafting` among the step's, in order
+    places: list[int] = []  # places of `drafting`'s committed tokens among the step's, in order
     other_places: list[int] = []
     for row, (state, root) in enumerate(zip(rows.states, computed.roots, strict=True)):
         if not output.num_kept(row) or not took_part[row]:

@@ -19,6 +19,7 @@ from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.shard_verifier import verify_padded_shards
 from specray.spec_decode.step_ops import step_ops
 from specray.spec_decode.torch_step_ops import TorchTable
+from specray.spec_decode.verify_batch import PaddedVerifyInput
 from specray.worker.buckets import Bucket
 from specray.worker.input_batch import StepBatch
 from specray.worker.model_runner import ModelRunner
@@ -92,11 +93,11 @@ class PaddedStep:
         lengths, kv_slots = self._kept_of(bucket).tensor_split((1,), 1)
         reads_options = is_sampled or isinstance(self._sampler, PaddedSampler)
         logits, options = self._logits[: bucket.num_tokens], self._table.sampling(slots, []) if reads_options else None
-        inputs = (logits, tree, options, lengths[:, 0], is_sampled, self._sampler)
+        inputs = PaddedVerifyInput(logits, tree, options, lengths[:, 0], is_sampled)
         if self.is_sharded:
-            verified = verify_padded_shards(*inputs, self._model.head, is_filtered)
+            verified = verify_padded_shards(inputs, self._sampler, self._model.head, is_filtered)
         else:
-            verified = step_ops(slots.device).verify_padded(*inputs)
+            verified = step_ops(slots.device).verify_padded(inputs, self._sampler)
         if bucket.nodes > 1:
             self._kv.commit(kv_slots, verified.outcome)
         self._ops.commit(slots, verified.outcome, self._outcome_of(bucket))

@@ -21,9 +21,9 @@ class Drafting(NamedTuple):
 class Shares(NamedTuple):
     """What a step may draft."""
 
-    num_drafts: list[int]  # for each request
+    num_drafts: list[int]  # each request's drafts
     runs_drafter: bool = True  # False: the drafter is not called after the step
-    min_scores: list[float] | None = None  # for each request, see DraftLimit; None: scores do not matter
+    min_scores: list[float] | None = None  # each request's, see DraftLimit; None: scores do not matter
 
 
 class DraftBudget(Protocol):

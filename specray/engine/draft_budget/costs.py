@@ -29,7 +29,7 @@ class StepShape(NamedTuple):
     """What the costs depend on."""
 
     num_requests: int
-    num_drafts: int  # over all requests
+    num_drafts: int  # sum over all requests
     most_drafts: int  # drafts of the largest tree; 0: the drafter is not called
 
     @property

@@ -107,7 +107,7 @@ class Eagle3:
 class Eagle3Head(EagleHead):
     """The network, served."""
 
-    has_mask = False  # for rows whose token is not known
+    has_mask = False  # whether there is a state for rows whose token is not known
 
     def __init__(
         self, config: HeadConfig, shape: LlamaShape, loader: Loader, names: TensorNames, shared: TargetMatrices

@@ -22,7 +22,7 @@ class StartedPass(NamedTuple):
     # float32 [n, V] of the rows `places` or of all; or the tokens of the largest logits, int64 [n], -1 where logits
     # are not finite
     logits: Tensor
-    copies: Tensor  # of the stream, see `FusedLayers.__call__`
+    copies: Tensor  # states of the stream, see `FusedLayers.__call__`
     step: StepStruct
     kept: tuple[object, ...]  # what else the kernels read or write
 

@@ -26,7 +26,7 @@ class StateInput(NamedTuple):
     state_norm: Tensor | None
     project: PackedMatrix | None
     state_first: bool = False  # x = [state, embedding]
-    residual_is_normed: bool = False  # without a projection, the residual stream starts from the normed state
+    residual_is_normed: bool = False  # whether an unprojected residual stream starts from the normed state
 
 
 class CoarseOutput(NamedTuple):

@@ -24,12 +24,12 @@ class ChatOutput(NamedTuple):
     """The formats of one request's output; a format is None where its parts stay content."""
 
     calls: ToolFormat | None = None
-    names: Collection[str] = ()  # of the functions that may be called
+    names: Collection[str] = ()  # functions that may be called
     max_calls: int | None = None
     reasoning: ReasoningFormat | None = None
     prompt_end: str = ""  # text of the prompt's last tokens
-    is_call_forced: bool = False  # by a grammar
-    is_call_named: bool = False  # by the request, in which case a call does not end the output
+    is_call_forced: bool = False  # whether a grammar forces a call
+    is_call_named: bool = False  # whether the request names it; a call does not end the output then
     separates_reasoning: bool = True  # False: it stays content
     shows_reasoning: bool = True
 

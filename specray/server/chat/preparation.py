@@ -18,7 +18,7 @@ from specray.server.tool_calls.formats import HARMONY, ToolFormat
 
 
 class PreparedChat(NamedTuple):
-    token_ids: list[int]  # of the prompt
+    token_ids: list[int]  # the prompt's
     params: SamplingParams
     output: ChatOutput
 

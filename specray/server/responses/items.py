@@ -104,7 +104,7 @@ class OutputItem(BodyPart):
 
 class LocalShellOutputItem(BodyPart):
     type: Literal["local_shell_call_output"]
-    id: CallId  # of the call
+    id: CallId  # the call's
     output: Text
 
     @property

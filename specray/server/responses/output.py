@@ -16,7 +16,7 @@ class ItemKind(NamedTuple):
     id_prefix: str
     delta_event: str
     done_event: str
-    field: str  # of the done event: the whole text
+    field: str  # the done event's field for the whole text
     part: str | None  # type of the item's only content part; None: the text is a field of the item
 
 

@@ -14,7 +14,7 @@ Json = dict[str, Any]
 class StoredResponse(NamedTuple):
     reply: Json
     items: list[AnyItem]  # the conversation up to its end
-    num_bytes: int  # of the reply and of all items, also of those that other responses share
+    num_bytes: int  # size of the reply and of all items, also of those that other responses share
 
 
 class ResponseStore:

@@ -16,10 +16,10 @@ class RouterInfo(NamedTuple):
     num_kv_tokens: int
     max_draft_tokens: int
     eos_token_ids: list[int]
-    dtype: str  # of the target's weights and KV
+    dtype: str  # type of the target's weights and KV
     has_one_text: bool  # see Capacity
     rank_nodes: tuple[str, ...]  # address of each rank's node
-    node_id: str = ""  # of the router's node; empty outside of Ray
+    node_id: str = ""  # the router's node; empty outside of Ray
     without_graphs: tuple[str, ...] = ()  # see Capacity
 
     def summary(self) -> str:
@@ -42,12 +42,12 @@ class DesiredDrafter(NamedTuple):
 class Refusal(NamedTuple):
     """Why a call was refused. An exception would cross Ray with its traceback."""
 
-    status: int  # of the HTTP reply
+    status: int  # HTTP status of the reply
     message: str
     param: str | None  # the option at fault, if any
     retry_after_s: int | None = None
     code: str | None = None
-    overflow: Overflow | None = None  # of a prompt that is too long
+    overflow: Overflow | None = None  # set where the prompt is too long
 
 
 class RouterHeartbeat(NamedTuple):
@@ -55,7 +55,7 @@ class RouterHeartbeat(NamedTuple):
 
     kv_usage: float  # share of KV blocks held by running requests, 0 to 1
     acceptance_length: float | None  # tokens per verify step, bonus token included; None until measured
-    since_token_s: float  # since the engine last generated a token; idle engines generate one for a probe
+    since_token_s: float  # time since the engine last generated a token; idle engines generate one for a probe
     desired: DesiredDrafter | None = None  # the drafter last applied; None if drafters cannot be replaced
     is_draining: bool = False  # the application is about to stop, and no ingress accepts requests
     refusal: Refusal | None = None  # the reply to another request while the queue is full

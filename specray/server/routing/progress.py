@@ -16,7 +16,7 @@ class EngineDeath(NamedTuple):
     """The end of an engine that computed a request."""
 
     replica_id: str
-    node_id: str  # of its router
+    node_id: str  # its router's node
     was_alone: bool  # the engine computed nothing else, because the request was a suspect
 
 

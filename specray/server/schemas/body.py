@@ -207,9 +207,9 @@ class RequestOptions(Body):
 class ReplyOptions(NamedTuple):
     """Fields of a reply beside the text that a request asks for."""
 
-    usage: bool = False  # at the end of a stream
-    continuous_usage: bool = False  # in every chunk
-    token_ids: bool = False  # of the prompt and the output
+    usage: bool = False  # whether it ends a stream
+    continuous_usage: bool = False  # whether every chunk has it
+    token_ids: bool = False  # whether those of prompt and output are wanted
     prompt_logprobs: bool = False
 
 

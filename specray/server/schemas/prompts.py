@@ -20,7 +20,7 @@ class PromptSet(NamedTuple):
 
     items: list[str] | list[list[int]]
     is_batch: bool  # sent as a list of prompts, possibly with one element
-    field: str  # of the request, for errors
+    field: str  # the request's field, for errors
 
 
 def checked_token_ids(values: list[int], field: str) -> list[int]:

@@ -26,7 +26,7 @@ class ToolFormat(NamedTuple):
     """One format."""
 
     scan: Scan
-    syntax: CallSyntax  # as prompts without a template for tools describe it, and as forced calls are written
+    syntax: CallSyntax  # what prompts describe if a template has no tools, and forced calls follow
     has_special_tokens: bool = False  # its markers are special tokens of the model, which detokenizing would drop
     has_text_arguments: bool = False  # the model's template expects a call's arguments as text instead of an object
     new_id: Callable[[], str] = _openai_id

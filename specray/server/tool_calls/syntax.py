@@ -17,11 +17,11 @@ class Function(NamedTuple):
 class CallSyntax(NamedTuple):
     """The text around calls whose arguments are JSON. {name} stands for the function's name in `begin`."""
 
-    begin: str  # before the arguments
-    end: str  # after the arguments
-    separator: str  # between two calls
-    prefix: str = ""  # before the first call
-    suffix: str = ""  # after the last call
+    begin: str  # text before the arguments
+    end: str  # text after the arguments
+    separator: str  # text between two calls
+    prefix: str = ""  # text before the first call
+    suffix: str = ""  # text after the last call
 
     def write(self, calls: Iterable[tuple[str, str]]) -> str:
         """The text of calls, given as names and JSON texts of arguments."""

@@ -68,9 +68,9 @@ class DraftReply(NamedTuple):
     number: int
     seconds: float
     trees: list[TreeLists]
-    fault: str | None  # of DraftFault
+    fault: str | None  # name of a DraftFault
     uses: Annotated[list[DrafterUse], Field(max_length=MAX_DRAFTERS)]  # of several drafters
-    scores: list[list[Score]]  # of each tree's nodes, or empty where they are not known
+    scores: list[list[Score]]  # scores of each tree's nodes, or empty where they are not known
     num_broken: int = 0  # trees that are only roots because their drafter's logits are not finite
 
     @classmethod

@@ -17,7 +17,7 @@ from specray.spec_decode.draft_tree import NONE, DraftTree, TreeLists
 from specray.spec_decode.node_sampler import coupled
 from specray.spec_decode.torch_step_ops import TorchStepOps
 from specray.spec_decode.triton_step_ops import TritonStepOps
-from specray.spec_decode.verify_batch import VerifyInput, VerifyOutput
+from specray.spec_decode.verify_batch import PaddedVerifyInput, VerifyInput, VerifyOutput
 from tests.support.distributions import OPTIONS
 from tests.support.sampling import CPU, state_of
 from tests.support.verify_cases import VOCAB_SIZE, inputs, known
@@ -50,7 +50,8 @@ def test_trees_in_padded_rows_give_the_same_walk(batch: VerifyInput) -> None:
     num_nodes, lengths = torch.cat((tree.num_nodes, torch.tensor([0]))), torch.cat((batch.lengths, torch.tensor([0])))
     made = DraftTree(tokens, parents, num_nodes, tree.max_depth)
     is_sampled = any(state.is_sampled for state in batch.sampling.states)
-    walked = TRITON.verify_padded(padded.flatten(0, 1), made, options, lengths, is_sampled, coupled)
+    whole = PaddedVerifyInput(padded.flatten(0, 1), made, options, lengths, is_sampled)
+    walked = TRITON.verify_padded(whole, coupled)
     assert known(walked) == [*known(TORCH.verify(batch)), ([], [])]
 
 

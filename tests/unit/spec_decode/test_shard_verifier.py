@@ -16,7 +16,7 @@ from specray.spec_decode.node_sampler import NodeBatch, NodeSampler, coupled
 from specray.spec_decode.shard_verifier import verify_padded_shards, verify_shards
 from specray.spec_decode.step_ops import step_ops
 from specray.spec_decode.verifier import verify
-from specray.spec_decode.verify_batch import VerifyInput, VerifyOutput
+from specray.spec_decode.verify_batch import PaddedVerifyInput, VerifyInput, VerifyOutput
 from tests.support.sampling import CPU
 from tests.support.verify_cases import FILTERED, VOCAB_SIZE, inputs, known
 
@@ -102,17 +102,18 @@ def test_padded_steps_agree_and_gather_the_logits_for_filters_only(data: st.Data
     tree, states = batch.tree, batch.sampling.states
     nodes = torch.arange(tree.tokens.shape[1])
     places = ((tree.num_nodes.cumsum(0) - tree.num_nodes)[:, None] + nodes).clamp(max=len(batch.logits) - 1).flatten()
-    logits, is_sampled = batch.logits[places], any(state.is_sampled for state in states)
+    is_sampled = any(state.is_sampled for state in states)
+    whole = PaddedVerifyInput(batch.logits[places], tree, batch.sampling, batch.lengths, is_sampled)
     ranks, num_rows = Ranks(2), -(-VOCAB_SIZE // 2)
 
     def run(rank: int) -> VerifyOutput:
         head = VocabHead(torch.zeros(num_rows, 1), VOCAB_SIZE, ThreadGroup(rank, ranks))
-        shard = logits[:, head.first_id : head.first_id + head.num_columns].contiguous()
-        return verify_padded_shards(shard, tree, batch.sampling, batch.lengths, is_sampled, coupled, head, is_filtered)
+        shard = whole.logits[:, head.first_id : head.first_id + head.num_columns].contiguous()
+        return verify_padded_shards(whole._replace(logits=shard), coupled, head, is_filtered)
 
     with ThreadPoolExecutor(2) as pool:
         outputs = list(pool.map(run, range(2)))
-    expected = step_ops(CPU).verify_padded(logits, tree, batch.sampling, batch.lengths, is_sampled, coupled)
+    expected = step_ops(CPU).verify_padded(whole, coupled)
     assert known(outputs[0]) == known(outputs[1]) == known(expected)
     three_numbers = 2 * 3 * tree.tokens.numel()
     assert (ranks.num_exchanged == three_numbers) == (not (is_sampled and is_filtered))

@@ -21,7 +21,7 @@ from specray.spec_decode.draft_tree import NONE, DraftTree
 from specray.spec_decode.node_sampler import coupled
 from specray.spec_decode.step_ops import KernelStepOps, step_ops
 from specray.spec_decode.torch_step_ops import TorchStepOps
-from specray.spec_decode.verify_batch import VerifyInput
+from specray.spec_decode.verify_batch import PaddedVerifyInput, VerifyInput
 from tests.support.distributions import OPTIONS
 from tests.support.sampling import CPU, state_of
 from tests.support.step_cases import MAX_TOKENS, SLOTS, random_table
@@ -62,7 +62,7 @@ def chosen(tree: DraftTree, choices: Choices) -> list[list[int]]:
 
 def verify_padded(ops: TorchStepOps, batch: VerifyInput) -> Any:
     batch, tree, logits, options, lengths = padded(batch)
-    return known(ops.verify_padded(logits, tree, options, lengths, is_sampled(batch), coupled))
+    return known(ops.verify_padded(PaddedVerifyInput(logits, tree, options, lengths, is_sampled(batch)), coupled))
 
 
 def accept(ops: TorchStepOps, batch: VerifyInput) -> Any:
