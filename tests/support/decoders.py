@@ -323,10 +323,10 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
-def decoder_config(name: str, dtype: str = "float32") -> PretrainedConfig:
+def decoder_config(name: str, dtype: str = "float32", **changes: Any) -> PretrainedConfig:
     """The configuration of a whole image or audio model, where the decoder is one's language model."""
     class_name, fields, *others = IMAGE_MODELS.get(name) or SERVED.get(name) or REFUSED[name][:2]
-    values = {name: value for name, value in (SMALL | fields).items() if value is not ...}
+    values = {name: value for name, value in (SMALL | fields | changes).items() if value is not ...}
     if others:
         vision, rest = others
         values = {"text_config": values, "vision_config": _VISION | vision, "tie_word_embeddings": False, **rest}
@@ -334,11 +334,15 @@ def decoder_config(name: str, dtype: str = "float32") -> PretrainedConfig:
     return config
 
 
-def write_decoder(name: str, folder: Path, seed: int = 5) -> PreTrainedModel:
-    """Write a model folder; returns transformers' model with the same weights and its own attention."""
+def write_decoder(name: str, folder: Path, seed: int = 5, **changes: Any) -> PreTrainedModel:
+    """Write a model folder, with `changes` of its configuration.
+
+    Returns transformers' model with the same weights and its own attention.
+    """
     torch.manual_seed(seed)
+    config = decoder_config(name, **changes)
     auto: Any = AutoModelForMultimodalLM if name in IMAGE_MODELS else AutoModelForCausalLM
-    model: PreTrainedModel = auto.from_config(decoder_config(name), attn_implementation="eager").float().eval()
+    model: PreTrainedModel = auto.from_config(config, attn_implementation="eager").float().eval()
     for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_floating_point() and key not in computed_buffers(model):
             spread(key, tensor)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -50,19 +51,39 @@ def write_gguf(
     writer.add_context_length(128)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10_000.0)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(TOKENS)
-    writer.add_token_types([3, 3] + [1] * (len(TOKENS) - 2))
-    writer.add_token_merges(MERGES)
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(0)
+    add_tokenizer(writer)
     extra(writer)
     for name, tensor in (tensors() if weights is None else weights).items():
         as_kind = kind if tensor.ndim == 2 and tensor.shape[-1] % 32 == 0 else gguf.GGMLQuantizationType.F32
         writer.add_tensor(name, gguf.quantize(tensor, as_kind), raw_dtype=as_kind)
+    finish(writer)
+    return path
+
+
+def add_tokenizer(writer: gguf.GGUFWriter, vocab_size: int = len(TOKENS)) -> None:
+    tokens = [*TOKENS, *(f"[PAD{index}]" for index in range(len(TOKENS), vocab_size))]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3, 3] + [1] * (len(TOKENS) - 2) + [5] * (vocab_size - len(TOKENS)))
+    writer.add_token_merges(MERGES)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(0)
+
+
+def add_key(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    adders: dict[type, Any] = {
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+        list: writer.add_array,
+    }
+    adders[type(value)](key, value)
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path

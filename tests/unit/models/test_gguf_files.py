@@ -22,10 +22,11 @@ from tokenizers import Tokenizer, pre_tokenizers
 
 from specray.errors import ConfigError
 from specray.models.files import resolve_model
-from specray.models.gguf_files import convert_gguf, read_gguf
+from specray.models.gguf_files import convert_gguf
+from specray.models.gguf_reader import read_gguf
 from specray.models.registry import context_length, load_config
 from specray.models.tokenizer import eos_token_ids, load_tokenizer, render_chat
-from tests.support.gguf_toy import HEADS, HIDDEN, KV_HEADS, TOKENS, tensors, write_gguf
+from tests.support.gguf_toy import HEADS, HIDDEN, KV_HEADS, TOKENS, add_key, tensors, write_gguf
 
 
 @pytest.fixture(autouse=True)
@@ -75,8 +76,10 @@ def test_qwen3_rows_and_norms_are_unchanged(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
 def test_stored_types_are_dequantized_to_float32(kind: str, tmp_path: Path) -> None:
     stored_as = gguf.GGMLQuantizationType[kind]
-    folder = convert_gguf(write_gguf(tmp_path / "m.gguf", "qwen2", kind=stored_as), progress=False)
-    expected = gguf.dequantize(gguf.quantize(tensors()["blk.0.ffn_down.weight"], stored_as), stored_as)
+    folder = convert_gguf(
+        write_gguf(tmp_path / "m.gguf", "qwen3", tensors(qk_norm=True), kind=stored_as), progress=False
+    )
+    expected = gguf.dequantize(gguf.quantize(tensors(qk_norm=True)["blk.0.ffn_down.weight"], stored_as), stored_as)
     converted = load_file(folder / "model.safetensors")["model.layers.0.mlp.down_proj.weight"]
     np.testing.assert_array_equal(converted, expected)
 
@@ -117,9 +120,11 @@ def test_transformers_reads_the_converted_folder(tmp_path: Path) -> None:
         writer.add_chat_template("{{ messages[0]['content'] }}")
         writer.add_uint32("tokenizer.ggml.eot_token_id", 1)
 
-    folder = convert_gguf(write_gguf(tmp_path / "m.gguf", "qwen2", extra=with_template), progress=False)
+    folder = convert_gguf(
+        write_gguf(tmp_path / "m.gguf", "qwen3", tensors(qk_norm=True), with_template), progress=False
+    )
     config = AutoConfig.from_pretrained(folder)
-    assert (config.model_type, config.num_key_value_heads, config.head_dim) == ("qwen2", KV_HEADS, HIDDEN // HEADS)
+    assert (config.model_type, config.num_key_value_heads, config.head_dim) == ("qwen3", KV_HEADS, HIDDEN // HEADS)
     assert config.rope_parameters["rope_theta"] == 10_000.0
     assert getattr(config, "quantization_config", None) is None
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -443,7 +448,7 @@ def test_a_scaled_context_can_be_used_whole(keys: dict[str, Any], kind: str, lon
         ("attention.scale", 0.25, 0.5),
         ("attention.causal", True, False),
         ("attention.value_length", HIDDEN // HEADS, 8),
-        ("expert_count", 0, 4),
+        ("rope.scaling.alpha", 0.0, 2.0),
         ("final_logit_softcapping", 0.0, 30.0),
     ],
 )
@@ -457,13 +462,7 @@ def test_keys_that_change_the_arithmetic_are_refused(
 
 def with_keys(keys: dict[str, Any]) -> Callable[[gguf.GGUFWriter], None]:
     def add(writer: gguf.GGUFWriter) -> None:
-        adders: dict[type, Any] = {
-            str: writer.add_string,
-            float: writer.add_float32,
-            bool: writer.add_bool,
-            int: writer.add_uint32,
-        }
         for key, value in keys.items():
-            adders[type(value)](f"llama.{key}", value)
+            add_key(writer, f"llama.{key}", value)
 
     return add
