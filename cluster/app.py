@@ -49,7 +49,8 @@ def build(args: AppConfig) -> Application:
     if not absent_models(args):
         from specray.spec_decode.model_files import check_model_files  # loads torch, which takes seconds
 
-        check_model_files(args.engine, uses_sampling_defaults=args.server.generation_config == "auto")
+        uses_defaults = args.server.generation_config == "auto"
+        check_model_files(args.engine, uses_sampling_defaults=uses_defaults, has_draft_process=args.has_draft_actor)
     return application(args)
 
 

@@ -67,7 +67,10 @@ def find_files(app: AppConfig) -> None:
     from specray.spec_decode.model_files import check_model_files
 
     uses_defaults = app.server.generation_config == "auto"
-    check_model_files(app.engine, progress=True, uses_sampling_defaults=uses_defaults)
+    has_draft_process = app.has_draft_actor
+    check_model_files(
+        app.engine, progress=True, uses_sampling_defaults=uses_defaults, has_draft_process=has_draft_process
+    )
 
 
 def load(path: Path) -> Json:

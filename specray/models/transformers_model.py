@@ -126,7 +126,7 @@ class TransformersModel(LanguageModel):
         return decode(self._body, positions, attention, input_ids=token_ids[None])
 
 
-def decode(body: nn.Module, positions: Tensor, attention: AttentionFunction, **inputs: Tensor) -> Tensor:
+def decode(body: nn.Module, positions: Tensor, attention: AttentionFunction, **inputs: Any) -> Tensor:
     """The output [T, hidden] of a decoder for `inputs` [1, T, ...], token ids or embeddings, at int64 positions [T]."""
     mask = torch.empty(UNUSED_MASK_SHAPE, device=positions.device)
     with computing(attention, _mix):

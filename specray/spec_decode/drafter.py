@@ -27,6 +27,7 @@ class TargetView:
     """Properties and parts of the target that a drafter can use."""
 
     model: TargetModel | None  # None if the drafter has its own process
+    kv_pool: Tensor | None  # the target's, on this rank; None likewise
     shape: ModelShape
     dtype: torch.dtype
     folder: Path
@@ -50,6 +51,8 @@ class TargetFiles:
     load_format: str
     shape: ModelShape
     eos_token_ids: list[int]
+    tp_size: int = 1
+    has_draft_process: bool = False  # the drafter runs in a process of its own
 
 
 class DraftFaultError(Exception):

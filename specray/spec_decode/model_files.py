@@ -16,16 +16,23 @@ from specray.spec_decode.drafter import TargetFiles
 from specray.spec_decode.fr_spec import configured_token_map
 
 
-def check_model_files(config: EngineConfig, *, progress: bool = False, uses_sampling_defaults: bool = False) -> None:
+def check_model_files(
+    config: EngineConfig,
+    *,
+    progress: bool = False,
+    uses_sampling_defaults: bool = False,
+    has_draft_process: bool = False,
+) -> None:
     """ConfigError if the target's files cannot be used as configured, or a drafter's do not fit the target.
 
-    With `uses_sampling_defaults` also if its generation_config.json has options that no request could have.
+    With `uses_sampling_defaults` also if its generation_config.json has options that no request could have, with
+    `has_draft_process` if the drafter cannot run in a process of its own.
 
     Fetches or converts the models where necessary.
     """
     if config.enable_torch_compile:
         check_inductor_if_used(config.device)
-    target = _read_target(config, progress)
+    target = _read_target(config, progress, has_draft_process)
     if uses_sampling_defaults:
         sampling_defaults(target.folder)
     for member in config.speculative.members.values():
@@ -34,7 +41,7 @@ def check_model_files(config: EngineConfig, *, progress: bool = False, uses_samp
         configured_token_map(member, target)
 
 
-def _read_target(config: EngineConfig, progress: bool) -> TargetFiles:
+def _read_target(config: EngineConfig, progress: bool, has_draft_process: bool) -> TargetFiles:
     folder = target_folder(config, progress=progress)
     model_config = load_config(folder, config.model_impl)
     shape = shape_of(model_config, RankGroup())
@@ -42,4 +49,4 @@ def _read_target(config: EngineConfig, progress: bool) -> TargetFiles:
     context_length(model_config, config.context_length)
     eos_ids = eos_token_ids(folder, load_tokenizer(folder))
     WeightReader(folder, config.load_format).close()
-    return TargetFiles(folder, config.load_format, shape, eos_ids)
+    return TargetFiles(folder, config.load_format, shape, eos_ids, config.tp_size, has_draft_process)

@@ -7,6 +7,7 @@ position, which may come from an earlier step or from another request with the s
 layers * hidden values per token.
 """
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,7 +35,11 @@ from specray.spec_decode.written_slots import WrittenSlots
 
 
 def make_mtp(config: SpeculativeConfig, target: TargetView) -> Drafter:
-    """The MTP layers at `draft_model_path`, or else those of the target's own checkpoint."""
+    """The MTP layers or the assistant at `draft_model_path`, or else the MTP layers of the target's own checkpoint."""
+    if _has_assistant(config):
+        from specray.spec_decode.frozen_kv import make_frozen_kv
+
+        return make_frozen_kv(config, target)
     layers = load_mtp_layers(*_place(config, target), target_matrices(config, target))
     token_map = configured_token_map(config, target)
     if len(layers.layers) == 1:
@@ -44,20 +49,25 @@ def make_mtp(config: SpeculativeConfig, target: TargetView) -> Drafter:
 
 
 def make_eagle_or_mtp(config: SpeculativeConfig, target: TargetView) -> Drafter:
-    """SGLang's EAGLE, also named NEXTN: an EAGLE head or MTP layers, whichever the checkpoint has."""
-    if holds_mtp_layers(*_place(config, target)):
+    """SGLang's EAGLE, also named NEXTN: an EAGLE head, MTP layers or an assistant, whichever the checkpoint has."""
+    if _has_assistant(config) or holds_mtp_layers(*_place(config, target)):
         return make_mtp(config, target)
     _require_head(config, target.folder)
     return make_eagle2(config, target)
 
 
 def check_mtp(config: SpeculativeConfig, target: TargetFiles) -> None:
-    check_mtp_files(*_place(config, target), target.shape)
+    if _has_assistant(config):
+        from specray.spec_decode.frozen_kv import check_frozen_kv
+
+        check_frozen_kv(config, target)
+    else:
+        check_mtp_files(*_place(config, target), target.shape)
 
 
 def check_eagle_or_mtp(config: SpeculativeConfig, target: TargetFiles) -> None:
     """See `make_eagle_or_mtp`."""
-    if holds_mtp_layers(*_place(config, target)):
+    if _has_assistant(config) or holds_mtp_layers(*_place(config, target)):
         check_mtp(config, target)
         return
     _require_head(config, target.folder)
@@ -187,6 +197,18 @@ def _require_head(config: SpeculativeConfig, target_folder: Path) -> None:
             f"speculative.algorithm={config.algorithm}, but speculative.draft_model_path is null and the target in "
             f"{target_folder} has no MTP layers of its own; set draft_model_path to a head's folder or hub name"
         )
+
+
+def _has_assistant(config: SpeculativeConfig) -> bool:
+    """Whether `draft_model_path` is an assistant of Gemma 4, which others call MTP, too."""
+    if config.draft_model_path is None:
+        return False
+    try:
+        content = json.loads((resolve_draft(config, progress=False) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # the methods that the checkpoint may be for describe the problem
+        return False
+    kind = content.get("model_type") if isinstance(content, dict) else None
+    return kind in ("gemma4_assistant", "gemma4_unified_assistant")
 
 
 def _place(config: SpeculativeConfig, target: TargetView | TargetFiles) -> tuple[Path, str]:

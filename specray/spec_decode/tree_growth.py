@@ -45,7 +45,8 @@ class TreeModel(Protocol):
 class TreeGrower:
     """Grows trees below the last known tokens: in one call of the CPU kernels where it can, else level by level."""
 
-    def __init__(self, model: TreeModel, kv: DraftKV, device: torch.device) -> None:
+    def __init__(self, model: TreeModel, kv: DraftKV, device: torch.device, stays_in_place: bool = False) -> None:
+        """`stays_in_place`: the model computes all levels at the position of the first."""
         check_width(kv.shape, model.vocab_size)
         self._model = model
         self._kv = kv
@@ -54,7 +55,7 @@ class TreeGrower:
         assert kv.nodes is not None
         self.fused = FusedDrafts(model.network, kv, kv.nodes)
         self._ops = ops_on(device)
-        self._steps = torch.arange(kv.shape.num_steps, device=device)
+        self._steps = torch.arange(kv.shape.num_steps, device=device) * (not stays_in_place)
         self._row_numbers = torch.arange(len(kv.nodes), device=device)
         self._ones = torch.ones_like(self._row_numbers)
         self._all_ancestors = torch.ones(1, 1, kv.shape.num_steps, dtype=torch.bool, device=device)  # in a chain
@@ -95,7 +96,7 @@ class TreeGrower:
             tokens = pool.tokens.gather(1, frontier).flatten()
             sees = torch.cat((sees, eye), 2)
             # A node past the last position has no rotary angle, but is never verified.
-            at_level = (positions + level - 1).clamp(max=self._last_position).repeat_interleave(topk)
+            at_level = (positions + self._steps[level - 1]).clamp(max=self._last_position).repeat_interleave(topk)
             output = self._model(tokens, states, at_level, attend_at(level, sees))
             logits = self._model.logits(output).view(num_rows, topk, -1)
             probs, children = self._candidates(logits, noise, level, level_probs, topk)

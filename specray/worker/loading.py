@@ -72,6 +72,7 @@ class LoadedTarget:
         config = self._config
         return TargetView(
             model=self.model,
+            kv_pool=self.runner.kv.pool,
             shape=self.model.shape,
             dtype=self.model.embedding.weight.dtype,
             folder=self._folder,

@@ -169,6 +169,7 @@ def remote_target_view(config: EngineConfig) -> TargetView:
     model_config = load_config(folder, config.model_impl)
     return TargetView(
         model=None,
+        kv_pool=None,
         shape=shape_of(model_config, RankGroup()),
         dtype=resolve_dtype(config.dtype, model_config, device),
         folder=folder,
