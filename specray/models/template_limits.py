@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 MAX_CPU_S = 0.2
+MAX_COMPILATION_S = 5.0  # once for each template; that of gpt-oss takes 0.3 s
 MAX_CHARACTERS = 16 * 2**20  # of the rendered text
 LINES_PER_CHECK = 32  # reading the thread's clock is a system call
 

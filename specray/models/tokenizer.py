@@ -19,7 +19,7 @@ from jinja2 import TemplateError
 from tokenizers import Encoding, Tokenizer
 
 from specray.errors import ConfigError, InvalidRequestError, is_fault
-from specray.models.template_limits import MAX_CPU_S, TemplateLimitError, check_length, cpu_limit
+from specray.models.template_limits import MAX_COMPILATION_S, MAX_CPU_S, TemplateLimitError, check_length, cpu_limit
 from specray.sampling_params import make_sampling_params
 
 if TYPE_CHECKING:  # its import takes half a second, also in commands that load no tokenizer
@@ -50,8 +50,11 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerFast":
 
 
 def eos_token_ids(folder: Path, tokenizer: "PreTrainedTokenizerFast") -> list[int]:
-    """End-of-sequence tokens from generation_config.json, config.json and the tokenizer together."""
-    claimed: list[Any] = [tokenizer.eos_token_id]
+    """End-of-sequence tokens from generation_config.json, config.json and the tokenizer together.
+
+    gpt-oss ends a turn by `<|call|>`, too, which its first generation_config.json left out.
+    """
+    claimed: list[Any] = [tokenizer.eos_token_id, tokenizer.get_added_vocab().get(_END_OF_CALL)]
     for name in ("generation_config.json", "config.json"):
         value = _read_json(folder / name).get("eos_token_id")
         claimed += value if isinstance(value, list) else [value]
@@ -64,6 +67,7 @@ def eos_token_ids(folder: Path, tokenizer: "PreTrainedTokenizerFast") -> list[in
     return sorted(set(ids))
 
 
+_END_OF_CALL = "<|call|>"
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -236,8 +240,9 @@ _ENCODERS: "WeakKeyDictionary[PreTrainedTokenizerFast, _ChatEncoder]" = WeakKeyD
 
 # ---- templates -----------------------------------------------------------------------------------------------------
 
-# Templates compare these with constants, so a placeholder cannot replace them. They must have no special tokens.
-_NAMING_KEYS = ("role", "type")
+# Templates compare these with constants, or with the names of properties, so a placeholder cannot replace them. They
+# must have no special tokens.
+_NAMING_KEYS = ("role", "type", "required")
 # What a template can raise for messages that it was not written for.
 _TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
@@ -269,6 +274,8 @@ def _render(tokenizer: "PreTrainedTokenizerFast", chat: _Chat) -> str:
     conversation: list[Any] = [dict(message) for message in chat.messages]
     tools: list[Any] = [dict(tool) for tool in chat.tools]
     try:
+        with cpu_limit(MAX_COMPILATION_S):
+            _compile(tokenizer.get_chat_template(tools=tools or None))
         with cpu_limit(MAX_CPU_S):
             text = tokenizer.apply_chat_template(
                 conversation,
@@ -287,6 +294,13 @@ def _render(tokenizer: "PreTrainedTokenizerFast", chat: _Chat) -> str:
         raise InvalidRequestError(
             f"the model's chat template does not accept these messages: {error}", "messages"
         ) from error
+
+
+def _compile(template: str) -> None:
+    """Compile a template for transformers, which keeps what it has compiled."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    render_jinja_template(conversations=[], chat_template=template)
 
 
 def _template_marks(

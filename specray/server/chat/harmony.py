@@ -1,7 +1,7 @@
 """What gpt-oss's chat template expects, where it differs from other templates.
 
-It shows one call of a message, takes a result as that of the last call, has reasoning under `thinking`, and has
-instructions in the first message only. It drops the reasoning before an answer.
+It shows one call of a message, takes a result as that of the last call, and has instructions in the first message only.
+It drops the reasoning before an answer.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,19 +20,19 @@ def as_turns(messages: Sequence[Json]) -> Iterator[Json]:
     while rest:
         message = rest.pop(0)
         if "tool_calls" not in message:
-            yield _with_thinking(message)
+            yield message
             continue
         results: list[Json] = []
         while rest and rest[0]["role"] == "tool":
             results.append(rest.pop(0))
-        # The template refuses both beside a call.
-        thinking = "\n".join(filter(None, (message.get("reasoning_content"), message["content"])))
+        # Beside a call, the template refuses both.
+        reasoning = "\n".join(filter(None, (message.get("reasoning_content"), message["content"])))
         for call in message["tool_calls"]:
             turn = {"role": "assistant", "content": "", "tool_calls": [call]}
-            yield turn | ({"thinking": thinking} if thinking else {})
+            yield turn | ({"reasoning_content": reasoning} if reasoning else {})
             yield from (result for result in results if result["tool_call_id"] == call["id"])
             results = [result for result in results if result["tool_call_id"] != call["id"]]
-            thinking = ""
+            reasoning = ""
         yield from results
 
 
@@ -43,9 +43,4 @@ def template_variables(variables: Mapping[str, Any]) -> Json:
         raise InvalidRequestError(
             "reasoning_effort='none': this model always reasons; send low, medium or high", "reasoning_effort"
         )
-    return {**variables, **({"reasoning_effort": _EFFORTS.get(effort, effort)} if isinstance(effort, str) else {})}
-
-
-def _with_thinking(message: Json) -> Json:
-    reasoning = message.get("reasoning_content")
-    return message | {"thinking": reasoning} if reasoning else message
+    return dict(variables) | ({"reasoning_effort": _EFFORTS[effort]} if effort in _EFFORTS else {})

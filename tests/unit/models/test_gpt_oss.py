@@ -1,5 +1,6 @@
 """gpt-oss checkpoints as they are published: MXFP4 experts, and every key of their configuration."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from specray.config import EngineConfig
 from specray.errors import ConfigError
+from specray.layers.parallel import RankGroup
 from specray.models.quantized_matrices import Mxfp4Experts
+from specray.models.registry import context_length, load_config, shape_of
+from specray.models.tokenizer import eos_token_ids, sampling_defaults
+from specray.worker.memory_plan import demand_of
 from tests.support.decoders import logits_in_chunks, logits_of
 from tests.support.engine import make_llm
-from tests.support.gpt_oss import expanded, write_gpt_oss
+from tests.support.gpt_oss import GENERATION, expanded, harmony_tokenizer, published_config, write_gpt_oss
 
 TOKENS = [0, *(7 * place % 64 for place in range(80))]  # beyond the windows and YaRN's original context
 GATES, DOWNS = "model.layers.0.mlp.experts.gate_up_proj", "model.layers.1.mlp.experts.down_proj"
@@ -70,6 +76,41 @@ def test_keys_of_the_configuration_are_honoured(key: str, value: Any, tmp_path: 
     assert (expected - before).abs().max() > 1e-2, "the key changes the logits"
     with make_llm(tmp_path) as llm:
         torch.testing.assert_close(logits_in_chunks(llm._executor.worker.model, TOKENS, 7), expected, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("ends", [["<|return|>", "<|endoftext|>"], ["<|return|>", "<|endoftext|>", "<|call|>"]])
+def test_a_call_ends_the_output_with_any_published_generation_config(ends: list[str], tmp_path: Path) -> None:
+    tokenizer = harmony_tokenizer()
+    ids = tokenizer.convert_tokens_to_ids
+    config = GENERATION | {"eos_token_id": [ids(token) for token in ends]}
+    (tmp_path / "generation_config.json").write_text(json.dumps(config))
+    assert eos_token_ids(tmp_path, tokenizer) == sorted(map(ids, ("<|endoftext|>", "<|return|>", "<|call|>")))
+    assert sampling_defaults(tmp_path) == {}
+
+
+@pytest.mark.parametrize(("num_layers", "num_experts"), [(24, 32), (36, 128)])
+def test_published_configurations_are_read(num_layers: int, num_experts: int, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(published_config(num_layers, num_experts)))
+    config = load_config(tmp_path)
+    shape = shape_of(config, RankGroup())
+    assert (shape.num_layers, shape.num_local_heads, shape.num_local_kv_heads, shape.head_dim) == (
+        num_layers,
+        64,
+        8,
+        64,
+    )
+    assert context_length(config, None) == 131072
+    kv = demand_of(
+        EngineConfig(model=str(tmp_path)),
+        config,
+        shape,
+        tmp_path,
+        torch.bfloat16,
+        torch.device("cpu"),
+        RankGroup(),
+        "inline",
+    )
+    assert kv.token == num_layers * 2 * 8 * 64 * 2  # layers, K and V, KV heads, head dim, bytes
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,28 @@ def test_templates_that_loop_or_write_without_end_are_stopped(template: str) -> 
     assert time.thread_time() - start < 3 * MAX_CPU_S
 
 
+def test_a_long_template_has_time_to_be_compiled() -> None:
+    """gpt-oss's took longer than a rendering may, so that every request failed."""
+    never = "{% if messages is none %}{{ messages[0].content | trim | upper }}{% endif %}" * 150
+    start = time.thread_time()
+    assert render_chat(toy_tokenizer(CHATML + never), user("x")) == render_chat(toy_tokenizer(CHATML), user("x"))
+    assert time.thread_time() - start > MAX_CPU_S, "the test's template is long enough"
+
+
+def test_templates_that_look_for_required_properties_keep_special_tokens_apart() -> None:
+    template = (
+        "{% set parameters = tools[0].function.parameters %}{% for name, spec in parameters.properties.items() %}"
+        "<|system|>{{ spec.description }}{{ name }}{{ '' if name in parameters.required else '?' }}{% endfor %}"
+    )
+    properties = {name: {"type": "string", "description": "a <|end|>"} for name in ("city", "town")}
+    parameters = {"type": "object", "properties": properties, "required": ["city"]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    tokenizer = toy_tokenizer(template)
+    ids = render_chat(tokenizer, user("x"), tools=tools)
+    assert tokenizer.decode(ids) == "<|system|>a <|end|>city<|system|>a <|end|>town?"
+    assert specials_in(tokenizer, ids) == ["<|system|>"] * 2
+
+
 def test_the_garbage_collector_does_not_use_up_the_limit_of_a_template() -> None:
     """It once stopped the template of an everyday chat in a process of 7 GB."""
 
