@@ -4,7 +4,7 @@ It is built as a decoder of a single layer that reads embeddings, so that transf
 positions and what else a layer is called with.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -13,13 +13,17 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from specray.errors import ConfigError
+from specray.layers.linear import ColumnParallelLinear
+from specray.layers.norm import RMSNorm
 from specray.models.loading import Loader
-from specray.models.transformers_layers import weight_shift
+from specray.models.target_model import ModelShape
+from specray.models.transformers_layers import shifted, weight_shift
 from specray.models.transformers_model import OwnValues, PooledAttention, decode, pooled
 from specray.models.transformers_skeleton import attention_calls, build_skeleton, decoder_of
 from specray.models.transformers_weights import load_first_layer
 from specray.ops.attention import Attend
 from specray.ops.cpu.layers import FusedLayers
+from specray.ops.layer_attention import LayerAttention
 
 # Keys by which the architectures choose the feed-forward of a layer by its number, for one that is layer 0.
 _DENSE = {"mlp_layer_types": ["dense"], "mlp_only_layers": [0], "first_k_dense_replace": 1, "moe_layer_start_index": 1}
@@ -34,49 +38,66 @@ _SPARSE = {
 }
 
 
-class TransformersLayer:
-    """A decoder layer with its KV in layer `kv_layer` of a pool. Implements `specray.models.heads.parts.Layers`."""
+class TransformersParts:
+    """Makes the parts of an MTP layer around a decoder layer of the model of `config`.
 
-    fused: FusedLayers | None = None
+    `layer_type` is the decoder layer's among `layer_types` of `config`, if there are such, and `kv_layer` its place in
+    the KV pool. `prefix` and `tensors`: see `load_first_layer`. Implements `specray.models.heads.mtp.MtpParts`.
+    """
 
     def __init__(
         self,
-        config: PretrainedConfig,
+        config: Any,
+        shape: ModelShape,
         layer_type: str,
         loader: Loader,
         prefix: str,
-        parts: Mapping[str, str],
+        tensors: Mapping[str, str],
         kv_layer: int,
         max_positions: int,
     ) -> None:
-        """`config` is the target's; `layer_type` is one of its `layer_types`, where it has such. `prefix` and `parts`:
-        see `load_first_layer`. Whether the feed-forward has experts is known by its tensors.
-        """
-        single = _single_layer_config(config, layer_type, is_dense="mlp.gate_proj.weight" in parts)
+        single = _single_layer_config(config, layer_type, is_dense="mlp.gate_proj.weight" in tensors)
         model = build_skeleton(single, loader.dtype)
         (call,) = attention_calls(model)
-        self._body: Any = decoder_of(model)
-        self.norm_shift = _norm_shift(self._body)  # what the model's norms add to their weights
-        self._body.norm = nn.Identity()
-        load_first_layer(model, loader, prefix, parts, call)
-        self._kv_layer = kv_layer
-        (sinks,) = self._sinks(loader)
+        body: Any = decoder_of(model)
+        self.shape = shape
+        self._loader, self._eps = loader, config.rms_norm_eps
+        self._norm_shift = _norm_shift(body)
+        body.norm = nn.Identity()
+        load_first_layer(model, loader, prefix, tensors, call)
+        (sinks,) = _sinks(body, loader)
         self.attention = pooled(call, sinks, max_positions)
+        self._layer = TransformersLayer(body, self.attention, kv_layer)
+
+    def norm(self, name: str, size: int) -> RMSNorm:
+        return RMSNorm(shifted(self._loader.tensor(name, (size,)), self._norm_shift), self._eps)
+
+    def linear(self, name: str, shape: tuple[int, int]) -> ColumnParallelLinear:
+        return ColumnParallelLinear(self._loader.weight(name, shape), None, self._loader.quantization)
+
+    def layers(self, prefixes: Sequence[str], width: int, norms_input: bool = False) -> "TransformersLayer":  # noqa: ARG002
+        """The decoder layer, which is made already."""
+        return self._layer
+
+
+class TransformersLayer:
+    """A decoder of one layer. Implements `specray.models.heads.parts.Layers`."""
+
+    fused: FusedLayers | None = None
+
+    def __init__(self, body: nn.Module, attention: LayerAttention, kv_layer: int) -> None:
+        self._body = body
+        self._attention = attention
+        self._kv_layer = kv_layer
 
     def __call__(self, x: Tensor, residual: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         assert residual is x
-        attention = PooledAttention(attend, [(self._kv_layer, self.attention)])
+        attention = PooledAttention(attend, [(self._kv_layer, self._attention)])
         return decode(self._body, positions, attention, inputs_embeds=x[None])
-
-    @torch.no_grad()
-    def _sinks(self, loader: Loader) -> list[Tensor | None]:
-        attention = OwnValues()
-        zeros = torch.zeros(1, 1, self._body.config.hidden_size, dtype=loader.dtype, device=loader.device)
-        decode(self._body, torch.zeros(1, dtype=torch.int64, device=loader.device), attention, inputs_embeds=zeros)
-        return attention.sinks
 
 
 def _single_layer_config(config: PretrainedConfig, layer_type: str, is_dense: bool) -> PretrainedConfig:
+    """The configuration of a model that has nothing but the layer."""
     single = deepcopy(config)
     changed = {"num_hidden_layers": 1, "layer_types": [layer_type], **(_DENSE if is_dense else _SPARSE)}
     for name, value in changed.items():
@@ -85,7 +106,16 @@ def _single_layer_config(config: PretrainedConfig, layer_type: str, is_dense: bo
     return single
 
 
+@torch.no_grad()
+def _sinks(body: Any, loader: Loader) -> list[Tensor | None]:
+    attention = OwnValues()
+    zeros = torch.zeros(1, 1, body.config.hidden_size, dtype=loader.dtype, device=loader.device)
+    decode(body, torch.zeros(1, dtype=torch.int64, device=loader.device), attention, inputs_embeds=zeros)
+    return attention.sinks
+
+
 def _norm_shift(body: Any) -> float:
+    """What the model's norms add to their weights."""
     shift = weight_shift(body.norm) if hasattr(body, "norm") else None
     if shift is None:
         raise ConfigError(

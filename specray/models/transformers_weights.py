@@ -71,17 +71,17 @@ def load_weights(model: Any, loader: Loader, split: Split, calls: Sequence[Atten
     return names
 
 
-def load_first_layer(model: Any, loader: Loader, prefix: str, parts: Mapping[str, str], call: AttentionCall) -> None:
+def load_first_layer(model: Any, loader: Loader, prefix: str, tensors: Mapping[str, str], call: AttentionCall) -> None:
     """Fill the only decoder layer of a skeleton, and replace its linears and experts; the rest stays empty.
 
-    The layer's tensors are `prefix`* in the checkpoint: the values of `parts`, whose keys are the names that they would
-    have in one of the target's own layers, behind the layer's number. ConfigError if one is missing.
+    The layer's tensors are `prefix`* in the checkpoint: the values of `tensors`, whose keys are the names that they
+    would have in one of the target's own layers, behind the layer's number. ConfigError if one is missing.
     """
     _make_buffers(model, loader.device)
     first = f"{_name_of(model, decoder_of(model))}.layers.0."
     outside = {name for name, _ in model.named_modules() if not f"{name}.".startswith(first)}
     filling = _Filling(model, loader, outside, Split({}, set()), [call])
-    for name, value in _converted(model, loader, {first + part: stored for part, stored in parts.items()}):
+    for name, value in _converted(model, loader, {first + part: stored for part, stored in tensors.items()}):
         filling.set(name, value)
     if missing := filling.missing():
         raise _incomplete(loader, "an MTP layer", [name.replace(first, prefix) for name in missing])

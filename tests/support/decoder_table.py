@@ -12,13 +12,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from specray.models.registry import MODELS
 from specray.models.transformers_skeleton import attention_calls, build_skeleton
 from tests.support.decoders import SERVED, decoder_config
+from tests.support.published_mtp import FAMILIES
 from tests.support.recipes import RECIPES, Recipe
 
 COMMAND = "python -m tests.support.decoder_table"
 PAGE = Path(__file__).parents[2] / "docs/models.md"
 END = "<!-- end -->"
-_HEADER = "| computed by | attention | decoders; * has experts |\n|---|---|---|\n"
+_HEADER = "| computed by | attention | decoders; * has experts, + checkpoints with MTP layers |\n|---|---|---|\n"
 _OWN_ONLY = ("MiMoForCausalLM",)  # transformers has no class for it
+_NATIVE_MTP = {"MiMoForCausalLM", "DeepseekV3ForCausalLM"}
 
 
 def filled(page: str) -> str:
@@ -63,9 +65,11 @@ def decoders() -> str:
         impl = "native" if architecture in MODELS else "transformers"
         _, traits, _ = found.get(architecture, (impl, frozenset[str](), False))
         found[architecture] = impl, traits | _traits(skeleton), _has_experts(skeleton)
+    published = {str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[decoder_config(name).model_type]) for name in FAMILIES}
     rows: dict[tuple[str, str], list[str]] = {}
     for architecture, (impl, traits, has_experts) in sorted(found.items(), key=lambda item: item[0].lower()):
         name = architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "*" * has_experts
+        name += "+" * (architecture in _NATIVE_MTP | published)
         rows.setdefault((impl, ", ".join(sorted(traits)) or "full"), []).append(name.replace("*", "\\*"))
     return _HEADER + "".join(
         f"| {impl} | {kind} | {', '.join(names)} |\n" for (impl, kind), names in sorted(rows.items())

@@ -176,6 +176,7 @@ METHODS: dict[str, Make] = {
     "MTP": mtp(),
     "MTP-stack": mtp(3, shape=(3, 3, 9)),
     "MTP-deepseek": mtp_of_deepseek(1, shape=(3, 2, 6)),
+    "MTP-mimo-v2": published_mtp("mimo_v2_flash", shape=(3, 2, 7)),
     "NEXTN": mtp(shape=(1, 1, 2), algorithm="NEXTN", token_map=range(2, 60, 3)),
     "NGRAM": ngram(),
     "NGRAM-short": ngram(num_draft_tokens=5, ngram_capacity=1000),

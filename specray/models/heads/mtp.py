@@ -20,10 +20,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from specray.errors import ConfigError, first_of
-from specray.layers.linear import ColumnParallelLinear
 from specray.layers.module import Layer
 from specray.layers.moe import reason_without_graphs
-from specray.layers.norm import RMSNorm
 from specray.layers.rotary import RotaryEmbedding
 from specray.models.causal_lm import CausalLM
 from specray.models.fused import StateLayers, fused_decoder, tree_network
@@ -152,11 +150,22 @@ class MtpLayers:
             self.reason_without_graphs = self.reason_without_graphs or parts.reason_without_graphs
 
     def _add_modules(self, config: Any, loader: Loader, layout: Layout, numbers: Sequence[int]) -> None:
-        from specray.models.transformers_model import TransformersModel  # imports transformers' models
+        from specray.models.transformers_model import TransformersModel  # these import transformers' models
+        from specray.models.transformers_mtp import TransformersParts
 
         self.reason_without_graphs = TransformersModel.reason_without_graphs
+        types, names = getattr(config, "mtp_layer_types", None) or [], loader.names()
         for kv_layer, number in enumerate(numbers):
-            parts = _ModuleParts(config, self.shared, loader, layout, number, kv_layer)
+            parts = TransformersParts(
+                config,
+                self.shared.shape,
+                types[kv_layer] if kv_layer < len(types) else layout.layer_type,
+                loader,
+                layout.prefix(number),
+                layout.parts(number, names),
+                kv_layer,
+                self.shared.max_positions,
+            )
             self.layers.append(MtpLayer(layout, number, parts))
             self.attention.append(parts.attention)
         widest = max(self.attention, key=lambda layer: layer.num_kv_heads * layer.head_dim)
@@ -254,41 +263,6 @@ class _TargetParts(ServedParts):
         block = _architecture(self._config).layer(self._config, self._loader, prefix, index, self._kv_layer)
         self.reason_without_graphs = reason_without_graphs(block)
         return _TargetLayer(block, self.rotary, self.shape.eps, self._kv_layer)
-
-
-class _ModuleParts:
-    """Parts of a layer around one of transformers' decoder layers. Implements `MtpParts`."""
-
-    def __init__(
-        self,
-        config: Any,
-        shared: TargetMatrices,
-        loader: Loader,
-        layout: Layout,
-        number: int,
-        kv_layer: int,
-    ) -> None:
-        from specray.models.transformers_mtp import TransformersLayer  # imports transformers' models
-
-        self.shape = shared.shape
-        self._eps = config.rms_norm_eps
-        self._loader = loader
-        types = getattr(config, "mtp_layer_types", None) or []
-        layer_type = types[kv_layer] if kv_layer < len(types) else layout.layer_type
-        prefix, parts = layout.prefix(number), layout.parts(number, loader.names())
-        self._layer = TransformersLayer(config, layer_type, loader, prefix, parts, kv_layer, shared.max_positions)
-        self.attention = self._layer.attention
-
-    def norm(self, name: str, size: int) -> RMSNorm:
-        from specray.models.transformers_layers import shifted
-
-        return RMSNorm(shifted(self._loader.tensor(name, (size,)), self._layer.norm_shift), self._eps)
-
-    def linear(self, name: str, shape: tuple[int, int]) -> ColumnParallelLinear:
-        return ColumnParallelLinear(self._loader.weight(name, shape), None, self._loader.quantization)
-
-    def layers(self, prefixes: Sequence[str], width: int, norms_input: bool = False) -> Layers:  # noqa: ARG002
-        return self._layer
 
 
 class _TargetLayer:

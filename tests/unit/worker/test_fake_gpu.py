@@ -52,8 +52,8 @@ def with_triton_experts(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -
     return config.model_copy(update={"moe_runner_backend": "triton"})
 
 
-# These differ from others in sizes only, or on the host.
-SIZES = ("EAGLE3-wide", "EAGLE-chain", "EAGLE-deep", "NGRAM-short", "NGRAM-prob", "NGRAM-suffix")
+# These differ from others in sizes only, or on the host; transformers' modules are tried out, with numbers.
+SIZES = ("EAGLE3-wide", "EAGLE-chain", "EAGLE-deep", "NGRAM-short", "NGRAM-prob", "NGRAM-suffix", "MTP-mimo-v2")
 
 
 @pytest.mark.parametrize("method", [None, *(name for name in METHODS if name not in SIZES)])
