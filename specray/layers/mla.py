@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from specray.layers.linear import RowParallelLinear
+from specray.layers.linear import ColumnParallelLinear, RowParallelLinear
 from specray.layers.module import Layer
 from specray.layers.norm import RMSNorm
 from specray.layers.rotary import rotate_
 from specray.ops.attention import Attend
+from specray.ops.linear import is_row_wise, make_batched
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class LatentAttention(Layer):
         index: int,
         sizes: LatentSizes,
         query: nn.Module,
-        compress: Layer,
+        compress: ColumnParallelLinear,
         latent_norm: RMSNorm,
         expand: Tensor,
         out: RowParallelLinear,
@@ -61,20 +62,26 @@ class LatentAttention(Layer):
         self._query = query
         self._compress = compress
         self._latent_norm = latent_norm
-        self._key_map = nn.Buffer(expand[:, : sizes.nope_dim].contiguous())
-        self._value_map = nn.Buffer(expand[:, sizes.nope_dim :].transpose(1, 2).contiguous())
+        self._key_map = make_batched(expand[:, : sizes.nope_dim].transpose(1, 2))
+        self._value_map = make_batched(expand[:, sizes.nope_dim :])
         self._out = out
         self._query_scale = scale * sizes.pool_dim**0.5  # the kernels divide by sqrt(pool_dim)
+
+    @property
+    def is_row_wise(self) -> bool:
+        """See TargetModel."""
+        queries = [part.run for part in self._query.modules() if isinstance(part, ColumnParallelLinear)]
+        return all(map(is_row_wise, (*queries, self._compress.run, self._key_map, self._value_map, self._out.run)))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         sizes = self._sizes
         queries = self._query(x).view(len(x), -1, sizes.query_dim)
         plain, turned = queries.split_with_sizes((sizes.nope_dim, sizes.rope_dim), -1)
-        on_latent = plain.transpose(0, 1).bmm(self._key_map).transpose(0, 1)
+        on_latent = self._key_map(plain.transpose(0, 1)).transpose(0, 1)
         q = torch.cat((on_latent, turned), -1).mul_(self._query_scale)  # [T, heads, pool_dim]
         rotate_(q[..., sizes.kv_rank :], cos, sin)
         seen = attend(self._index, q, self._kv(x, cos, sin)).view_as(q)[..., : sizes.kv_rank]
-        return self._out(seen.transpose(0, 1).bmm(self._value_map).transpose(0, 1).flatten(1))
+        return self._out(self._value_map(seen.transpose(0, 1)).transpose(0, 1).flatten(1))
 
     def _kv(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """[T, 2, 1, pool_dim]"""

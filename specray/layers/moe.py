@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from specray.layers.module import Layer
 from specray.layers.parallel import RankGroup
-from specray.ops.linear import make_gated, make_linear
+from specray.ops.device_ops import ops_on
+from specray.ops.linear import is_row_wise, make_gated, make_linear
 
 # float32 router logits [T, experts] -> (weights float32, experts int64), each [T, experts per token]
 Route = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -51,7 +52,7 @@ class SigmoidRoute:
     num_chosen_groups: int
 
     def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        probs = logits.sigmoid()
+        probs = ops_on(logits.device).sigmoid(logits)
         wanted = probs + self.bias
         best_two = wanted.view(len(wanted), self.num_groups, -1).topk(2).values.sum(-1)
         allowed = in_best_groups(best_two, self.num_chosen_groups, logits.shape[-1])
@@ -76,6 +77,11 @@ class Expert(Layer):
         self._gate_up = make_gated(gate, up, quantization)
         self._down = make_linear(down, quantization=quantization)
 
+    @property
+    def is_row_wise(self) -> bool:
+        """See TargetModel."""
+        return is_row_wise(self._gate_up) and is_row_wise(self._down)
+
     def forward(self, x: Tensor) -> Tensor:
         return self._down(self._gate_up(x))
 
@@ -93,6 +99,7 @@ class ExpertList(Layer):
     def __init__(self, experts: Sequence[Expert]) -> None:
         super().__init__()
         self._experts = nn.ModuleList(experts)
+        self.is_row_wise = all(expert.is_row_wise for expert in experts)
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
@@ -132,14 +139,19 @@ class MixtureOfExperts(Layer):
         shared: Layer | None = None,
     ) -> None:
         super().__init__()
-        self._gate = nn.Parameter(gate, requires_grad=False)
+        self._gate = make_linear(gate)
         self._route = route
         self._experts = experts
         self._group = group
         self._shared = shared
 
+    @property
+    def is_row_wise(self) -> bool:
+        """See TargetModel."""
+        return all(is_row_wise(part) for part in (self._gate, self._experts, self._shared) if part is not None)
+
     def forward(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]"""
-        weights, chosen = self._route(x.float() @ self._gate.t())
+        weights, chosen = self._route(self._gate(x.float()))
         out = self._group.sum(self._experts(x, weights, chosen)).to(x.dtype)
         return out if self._shared is None else out + self._shared(x)

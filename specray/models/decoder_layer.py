@@ -8,6 +8,7 @@ from specray.layers.module import Layer
 from specray.layers.norm import RMSNorm
 from specray.models.loading import Loader
 from specray.ops.attention import Attend
+from specray.ops.linear import is_row_wise
 
 
 class DecoderLayer(Layer):
@@ -20,6 +21,11 @@ class DecoderLayer(Layer):
         self.attention = attention
         self.ffn_norm = RMSNorm(loader.tensor(prefix + "post_attention_layernorm.weight", size), eps)
         self.ffn = ffn
+
+    @property
+    def is_row_wise(self) -> bool:
+        """See TargetModel."""
+        return is_row_wise(self.attention) and is_row_wise(self.ffn)
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         normed, hidden = self.ffn_norm.after_add(self.attention(self.input_norm(hidden), cos, sin, attend), hidden)
@@ -37,6 +43,11 @@ class FeedForward(Layer):
         self.gate_up = GatedLinear(gate, up, loader.quantization)
         down = loader.weight(prefix + "down_proj.weight", size[::-1], part, 1)
         self.down = RowParallelLinear(down, loader.group, quantization=loader.quantization)
+
+    @property
+    def is_row_wise(self) -> bool:
+        """See TargetModel."""
+        return is_row_wise(self.gate_up.run) and is_row_wise(self.down.run)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.gate_up(x))

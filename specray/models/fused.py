@@ -17,7 +17,6 @@ from specray.ops.cpu.packed_layers import EmbedAndHead, LayerParts
 from specray.ops.cpu.packed_network import CoarseOutput, Fusion, StateInput
 from specray.ops.cpu.trees import TreeNetwork
 from specray.ops.grouped_weight import Weight
-from specray.ops.linear import is_row_wise
 
 
 class StateLayers(NamedTuple):
@@ -42,20 +41,6 @@ def embed_and_head(embedding: VocabEmbedding, norm: RMSNorm, head: VocabHead, nu
     """The embedding and the output head for the kernels; None if split over ranks or without kernels."""
     matrix = _whole_matrix(embedding, head)
     return None if matrix is None else EmbedAndHead(embedding.weight, norm.packed, matrix, num_columns, head.screen)
-
-
-def are_row_wise(layers: Sequence[object]) -> bool:
-    """Whether all matrix products of `layers` treat each row alike, whatever the other rows are."""
-    return all(
-        isinstance(layer, DecoderLayer)
-        and isinstance(layer.attention, Attention)
-        and isinstance(layer.ffn, FeedForward)
-        and all(
-            is_row_wise(part.run)
-            for part in (layer.attention.qkv, layer.attention.out, layer.ffn.gate_up, layer.ffn.down)
-        )
-        for layer in layers
-    )
 
 
 def fused(

@@ -14,7 +14,7 @@ from specray.models.llama_shape import LlamaShape, heads_of_rank
 from specray.models.loading import Loader
 from specray.ops.attention import Attend, FusedAttend
 from specray.ops.grouped_weight import Weight
-from specray.ops.linear import concat
+from specray.ops.linear import concat, is_row_wise
 
 
 class Llama(CausalLM):
@@ -48,6 +48,11 @@ class Attention(Layer):
         if shape.qk_norm:
             self.q_norm = RMSNorm(loader.tensor(prefix + "q_norm.weight", (shape.head_dim,)), shape.eps)
             self.k_norm = RMSNorm(loader.tensor(prefix + "k_norm.weight", (shape.head_dim,)), shape.eps)
+
+    @property
+    def is_row_wise(self) -> bool:
+        """See TargetModel."""
+        return is_row_wise(self.qkv.run) and is_row_wise(self.out.run)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         q_heads, kv_heads = self.num_heads, self.num_kv_heads

@@ -22,7 +22,7 @@ from specray.layers.rotary import has_fixed_length, num_positions
 from specray.models.causal_lm import CausalLM
 from specray.models.config_keys import check_keys
 from specray.models.deepseek import Deepseek
-from specray.models.fused import are_row_wise, embed_and_head, fused_decoder
+from specray.models.fused import embed_and_head, fused_decoder
 from specray.models.fused_forward import FusedForward
 from specray.models.llama import Llama
 from specray.models.llama_config import LlamaConfig
@@ -34,7 +34,7 @@ from specray.models.target_model import ModelShape, TargetModel
 from specray.ops.attention import torch_dtype
 from specray.ops.device_ops import ops_on
 from specray.ops.layer_attention import LayerAttention
-from specray.ops.linear import fixed_order
+from specray.ops.linear import fixed_order, is_row_wise
 from specray.ops.quantization import check_quantization
 
 MODELS: dict[str, type[CausalLM]] = {
@@ -237,7 +237,8 @@ def _load_native(config: PretrainedConfig, loader: Loader, max_positions: int) -
     model = MODELS[_architectures(config)[0]](config, loader, max_positions)
     layers = list(model.layers)
     model.layer_attention = _layer_attention(config, max_positions)
-    model.fused, model.is_row_wise = fused_decoder(layers, model.rotary, model.shape.eps), are_row_wise(layers)
+    model.fused = fused_decoder(layers, model.rotary, model.shape.eps)
+    model.is_row_wise = all(map(is_row_wise, layers))
     around = embed_and_head(model.embedding, model.norm, model.head, model.shape.vocab_size)
     if model.fused is not None and around is not None:
         model.fused_forward = FusedForward(model.fused, around, model.embedding.weight.dtype)

@@ -159,7 +159,7 @@ class FlatAttention(nn.Module):
         rotated, values = heads.split_with_sizes((call.num_heads + call.num_kv_heads, call.num_kv_heads), 2)
         cos, sin = (part[:, :, None] for part in position_embeddings)
         first, second = rotated.chunk(2, -1)
-        rotated = rotated * cos + torch.cat((-second, first), -1) * sin
+        rotated = (rotated * cos + torch.cat((-second, first), -1) * sin).to(heads.dtype)  # OLMo's are float32
         queries, keys = rotated.split_with_sizes((call.num_heads, call.num_kv_heads), 2)
         q, k, v = (part.transpose(1, 2) for part in (queries, keys, values))
         seen = attention_of_pass()(q, k, v, call)

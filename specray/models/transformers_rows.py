@@ -8,7 +8,6 @@ number of rows. `RowWise` has functions without either; what it cannot replace, 
 Operations in `specray.ops` know themselves whether they are row-wise, and are not recorded.
 """
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Any, Self
@@ -19,7 +18,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specray.ops.linear import make_linear
+from specray.ops.linear import make_batched, make_linear
+from specray.ops.row_wise import gelu, polar, product, sigmoid, silu, softplus
 from specray.ops.torch_matrix import Linear
 
 # torch's operations that compute each row of a batch alike on any device, as long as sums run over a row's own numbers.
@@ -115,14 +115,14 @@ class RowWise(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._casts: dict[tuple[Any, ...], Tensor] = {}  # copies of parameters in another type
-        self._packed: dict[int, tuple[Tensor, list[Linear]]] = {}  # a parameter or such a copy by its id, and itself
+        self._packed: dict[int, tuple[Tensor, Linear]] = {}  # a parameter or such a copy by its id, and itself
         self._functions: dict[Any, Callable[..., Tensor]] = {
             **dict.fromkeys((torch.sigmoid, Tensor.sigmoid), sigmoid),
             F.silu: silu,
             F.gelu: gelu,
             F.softplus: softplus,
             torch.polar: polar,
-            **dict.fromkeys((torch.mul, Tensor.mul, Tensor.__mul__), _product),
+            **dict.fromkeys((torch.mul, Tensor.mul, Tensor.__mul__), product),
             F.linear: self._linear,
             **dict.fromkeys((torch.bmm, Tensor.bmm), self._linears),
         }
@@ -139,70 +139,21 @@ class RowWise(TorchFunctionMode):
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if not self._is_constant(weight):
             return F.linear(input, weight, bias)
-        (run,) = self._matrices(weight, lambda: [make_linear(weight.data, None if bias is None else bias.data)])
+        run = self._matrix(weight, lambda: make_linear(weight.data, None if bias is None else bias.data))
         return run(input.reshape(-1, weight.shape[1])).view(*input.shape[:-1], len(weight))
 
     def _linears(self, input: Tensor, mat2: Tensor) -> Tensor:
         if not self._is_constant(mat2):
             return torch.bmm(input, mat2)
-        runs = self._matrices(mat2, lambda: [make_linear(part.t().contiguous()) for part in mat2.data])
-        return torch.stack([run(rows) for run, rows in zip(runs, input, strict=True)])
+        return self._matrix(mat2, lambda: make_batched(mat2.data.transpose(1, 2)))(input)
 
     def _is_constant(self, weight: Tensor) -> bool:
         return isinstance(weight, nn.Parameter) or any(weight is cast for cast in self._casts.values())
 
-    def _matrices(self, weight: Tensor, pack: Callable[[], list[Linear]]) -> list[Linear]:
+    def _matrix(self, weight: Tensor, pack: Callable[[], Linear]) -> Linear:
         if id(weight) not in self._packed:
             self._packed[id(weight)] = weight, pack()
         return self._packed[id(weight)][1]
 
 
 _CASTS = {Tensor.to, Tensor.type, Tensor.float}
-
-
-def sigmoid(input: Tensor) -> Tensor:
-    """torch.sigmoid."""
-    return _sigmoid(input.float()).to(input.dtype)
-
-
-def silu(input: Tensor, inplace: bool = False) -> Tensor:
-    """F.silu."""
-    wide = input.float()
-    result = _sigmoid(wide).mul_(wide).to(input.dtype)
-    return input.copy_(result) if inplace else result
-
-
-def gelu(input: Tensor, approximate: str = "none") -> Tensor:
-    """F.gelu."""
-    x = input.float()
-    if approximate == "tanh":
-        bent = (x * x * x * 0.044715 + x) * math.sqrt(2 / math.pi)
-        share = torch.tanh(bent)
-    else:
-        share = torch.erf(x * math.sqrt(0.5))
-    return share.add_(1.0).mul_(x).mul_(0.5).to(input.dtype)
-
-
-def softplus(input: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
-    """F.softplus."""
-    x = input.float() * beta
-    soft = torch.exp(x.clamp(max=threshold)).log1p_()
-    return (torch.where(x > threshold, x, soft) / beta).to(input.dtype)
-
-
-def polar(abs: Tensor, angle: Tensor) -> Tensor:
-    """torch.polar."""
-    return torch.complex(abs * angle.cos(), abs * angle.sin())
-
-
-def _sigmoid(x: Tensor) -> Tensor:
-    return torch.exp(-x).add_(1.0).reciprocal_()
-
-
-def _product(input: Tensor, other: Any) -> Tensor:
-    if not input.is_complex():
-        return torch.mul(input, other)
-    if isinstance(other, int | float):
-        return torch.view_as_complex(torch.view_as_real(input) * other)
-    (a, b), (c, d) = (torch.view_as_real(part).unbind(-1) for part in (input, other))
-    return torch.complex(a * c - b * d, a * d + b * c)

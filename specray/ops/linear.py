@@ -34,9 +34,9 @@ def fixed_order(enabled: bool) -> Iterator[None]:
         _in_fixed_order.reset(token)
 
 
-def is_row_wise(linear: Linear) -> bool:
-    """Whether a row's result has the same bits whatever the other rows are."""
-    return getattr(linear, "is_row_wise", False)
+def is_row_wise(function: object) -> bool:
+    """Whether a row's result has the same bits whatever the other rows are, of a linear or of a layer."""
+    return bool(getattr(function, "is_row_wise", False))
 
 
 def make_linear(weight: Weight, bias: Tensor | None = None, quantization: str | None = None) -> Linear:
@@ -57,6 +57,11 @@ def make_gated(gate: Weight, up: Weight, quantization: str | None = None) -> Lin
     if quantization == "fp8":
         return ops.gate(make_linear(concat(gate, up), None, quantization))
     return ops.gated(concat(_quantised(gate, quantization), _quantised(up, quantization)), _in_fixed_order.get())
+
+
+def make_batched(weights: Tensor) -> Linear:
+    """Function of x [n, T, in] -> [n, T, out], of x's type, for `weights` [n, out, in]."""
+    return ops_on(weights.device).batched(weights)
 
 
 def concat(*weights: Weight) -> Weight:

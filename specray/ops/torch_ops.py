@@ -36,6 +36,7 @@ class TorchOps:
     #: as the context has.
     records_graphs = False
     reads_int8_kv = False  # whether `attention` takes a pool in int8
+    sums_in_fixed_order = False  # whether `linear` computes a row alike in any batch without being asked to
     has_norm_kernel = False  # whether `rms_norm` is faster than the norms of other libraries' modules on a CPU
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
@@ -51,6 +52,11 @@ class TorchOps:
         """
         return TorchMatrix(weight, bias)
 
+    def batched(self, weights: Tensor) -> Linear:
+        """Function of x [n, T, in] -> [n, T, out], each matrix of it times one of `weights` [n, out, in]."""
+        columns = weights.transpose(1, 2).contiguous()
+        return lambda x: x.bmm(columns)
+
     def gated(self, weight: Weight, in_fixed_order: bool = False) -> Linear:
         """Function of x [T, in] -> silu(x G^T) * (x U^T) [T, out], where `weight` [2 * out, in] is G above U."""
         return self.gate(self.linear(weight, None, in_fixed_order))
@@ -63,6 +69,10 @@ class TorchOps:
             return F.silu(first) * second
 
         return gated
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        """torch.sigmoid; on a CPU with our kernels a number's bits do not depend on its place in x."""
+        return torch.sigmoid(x)
 
     def pack_norm(self, weight: Tensor) -> Tensor:
         """A norm's weights as `rms_norm` reads them."""

@@ -11,6 +11,7 @@ from specray.models.registry import context_length, load_config, load_model
 from specray.models.target_model import TargetModel
 from specray.ops.attention import AttentionBatch, FusedAttend
 from specray.ops.backends import check_int8_kv, make_backend
+from specray.ops.device_ops import ops_on
 from specray.spec_decode.drafter import TargetView
 from specray.worker.kv_cache import KVCache
 from specray.worker.memory_plan import count_blocks, demand_of, kv_dtype
@@ -60,10 +61,15 @@ class LoadedTarget:
             self.model.layer_attention,
         )
         self.runner = make_runner(self.model, kv, attention)
+        if dtype is not torch.float32 and ops_on(device).sums_in_fixed_order and not self.model.is_row_wise:
+            raise ConfigError(
+                f"dtype={config.dtype}: {self._architecture} has operations whose last bits depend on the batch, "
+                "so one seed would not give one text; set dtype: float32"
+            )
         if config.deterministic and not self._has_fixed_sums:
             raise ConfigError(
                 f"deterministic=true does not hold for {self._architecture} on {device.type} with attention_backend="
-                f"{config.attention_backend}: it needs a dense model, and compiled CPU kernels or Triton; set "
+                f"{config.attention_backend}: it needs compiled CPU kernels, or Triton and a dense model; set "
                 "deterministic: false"
             )
 

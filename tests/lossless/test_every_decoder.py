@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from specray.config import SpeculativeConfig
 from specray.errors import ConfigError
 from specray.llm import LLM
+from specray.models import transformers_rows
 from specray.ops.cpu.library import kernels
 from specray.sampling_params import SamplingParams
 from tests.support.decoder_table import COMMAND, PAGE, filled
@@ -28,7 +30,12 @@ from tests.support.recipes import RECIPES
 TOKENS = [0, *(7 * place % 64 for place in range(40))]  # longer than the windows, which are of 16 tokens
 PROMPTS = [[0, 10, 20, 30], [5], [0, *range(4, 40)], [7] * 7]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
-SAMPLED = [SamplingParams(temperature=0.9, seed=seed, max_tokens=24, ignore_eos=True) for seed in range(len(PROMPTS))]
+SAMPLED = [  # and greedy ones
+    SamplingParams(temperature=0.9 * (seed % 2), seed=seed, max_tokens=24, ignore_eos=True)
+    for seed in range(len(PROMPTS))
+]
+CASES = list(zip(PROMPTS, SAMPLED, strict=True))
+EXACT = "float32" if kernels() is None else "bfloat16"  # a type with one text, where rounding would show another one
 NAMES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in SERVED | IMAGE_MODELS]
 
 
@@ -45,15 +52,11 @@ def test_a_decoder_gives_transformers_logits_and_one_text_with_any_drafts(name: 
         for prompt, text in zip(PROMPTS, texts, strict=True):
             assert logits_of(reference, [*prompt, *text])[len(prompt) - 1 : -1].argmax(-1).tolist() == text
         assert llm.generate([PROMPTS[2]], GREEDY)[0].choices[0].token_ids == texts[2], "with the cached prefix"
-        assert_same_with_drafts(llm, tmp_path, texts)
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "mixtral", "glm4_moe", "gpt_oss"])
-def test_bfloat16_gives_one_text_with_any_drafts(name: str, tmp_path: Path) -> None:
-    write_decoder(name, tmp_path)
-    with make_llm(tmp_path, model_impl="transformers", dtype="bfloat16") as llm:
-        assert llm._executor.worker.capacity.has_one_text == (kernels() is not None)
-        assert_same_with_drafts(llm, tmp_path, texts_of(llm, GREEDY))
+    with make_llm(tmp_path, model_impl="transformers", dtype=EXACT) as llm:
+        assert llm._executor.worker.capacity.has_one_text
+        if kernels() is not None:
+            assert_same_bits_in_any_batch(llm._executor.worker.model)
+        assert_same_with_drafts(llm, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["mistral", "qwen2-window"])
@@ -62,7 +65,19 @@ def test_native_classes_compute_windows(name: str, tmp_path: Path) -> None:
     with make_llm(tmp_path, model_impl="native") as llm:
         logits = logits_in_chunks(llm._executor.worker.model, TOKENS, 7)
         torch.testing.assert_close(logits, logits_of(reference, TOKENS), atol=1e-4, rtol=0.0)
-        assert_same_with_drafts(llm, tmp_path, texts_of(llm, GREEDY))
+        assert_same_with_drafts(llm, tmp_path)
+
+
+def test_a_type_in_which_texts_would_depend_on_the_batch_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_decoder("gpt2", tmp_path)
+    monkeypatch.setattr(transformers_rows, "_ROW_WISE", transformers_rows._ROW_WISE - {"tanh"})
+    with make_llm(tmp_path) as llm:
+        assert not llm._executor.worker.model.is_row_wise
+    if kernels() is not None:
+        with pytest.raises(ConfigError, match=r"dtype=bfloat16: GPT2LMHeadModel .*; set dtype: float32"):
+            make_llm(tmp_path, dtype="bfloat16")
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -72,9 +87,10 @@ def test_a_decoder_that_cannot_be_served_is_refused_with_the_reason(name: str, t
         make_llm(tmp_path)
 
 
-def assert_same_with_drafts(llm: LLM, folder: Path, greedy: Sequence[list[int]]) -> None:
-    """NGRAM and a random EAGLE-3 head give these texts, and the sampled ones of decoding without drafts."""
-    sampled = texts_of(llm, SAMPLED)
+def assert_same_with_drafts(llm: LLM, folder: Path) -> None:
+    """Requests alone, NGRAM and a random EAGLE-3 head give the texts of a batch without drafts."""
+    texts = texts_of(llm, SAMPLED)
+    assert [llm.generate([prompt], params)[0].choices[0].token_ids for prompt, params in CASES[:2]] == texts[:2]
     head = write_random_head(folder / "head", folder, 3)
     tree = {"num_steps": 3, "eagle_topk": 2, "num_draft_tokens": 6}
     for drafts in (
@@ -82,8 +98,17 @@ def assert_same_with_drafts(llm: LLM, folder: Path, greedy: Sequence[list[int]])
         SpeculativeConfig(algorithm="EAGLE3", draft_model_path=str(head), **tree),
     ):
         with llm.with_speculative(drafts) as drafting:
-            assert texts_of(drafting, GREEDY) == greedy
-            assert texts_of(drafting, SAMPLED) == sampled
+            assert texts_of(drafting, SAMPLED) == texts
+
+
+def assert_same_bits_in_any_batch(model: Any) -> None:
+    """Of a row whose attention sees nothing but itself."""
+    tokens, positions = TOKENS, [5 * place % 64 for place in range(len(TOKENS))]
+    together = model.logits(model._without_attention(tokens, positions)[1])
+    for start, count in [(0, 1), (17, 1), (3, 2), (8, 5), (1, 16), (7, 33)]:
+        part = slice(start, start + count)
+        alone = model.logits(model._without_attention(tokens[part], positions[part])[1])
+        assert torch.equal(alone, together[part]), (start, count)
 
 
 def texts_of(llm: LLM, params: SamplingParams | Sequence[SamplingParams]) -> list[list[int]]:

@@ -72,6 +72,18 @@ class GatedMatrix:
         return _rows(self.kernels.gated, self, x, x.dtype)
 
 
+class PackedMatrices:
+    """x [n, T, in] -> [n, T, out], each matrix of it times one of n weights [out, in]."""
+
+    is_row_wise = True
+
+    def __init__(self, kernels: Kernels, weights: Tensor) -> None:
+        self._matrices = [PackedMatrix(kernels, weight.contiguous()) for weight in weights]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.stack([matrix(rows) for matrix, rows in zip(self._matrices, x, strict=True)])
+
+
 def _rows(function: Any, matrix: PackedMatrix | GatedMatrix, x: Tensor, dtype: torch.dtype) -> Tensor:
     """The kernels' `function` of `matrix` and rows `x`; the result has type `dtype`."""
     x = x.contiguous()

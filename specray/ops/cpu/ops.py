@@ -5,11 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from specray.ops import row_wise
 from specray.ops.attention import AttentionBackend
 from specray.ops.cpu import sampling
 from specray.ops.cpu.attention import PagedAttention, commit_paths
 from specray.ops.cpu.library import Kernels
-from specray.ops.cpu.matrix import GatedMatrix, PackedMatrix
+from specray.ops.cpu.matrix import GatedMatrix, PackedMatrices, PackedMatrix
 from specray.ops.cpu.processor import use_kernel_threads
 from specray.ops.cpu.structs import FLOAT_TYPES, pointer
 from specray.ops.grouped_weight import Weight
@@ -23,7 +24,7 @@ class CpuOps(TorchOps):
     """See TorchOps. Tensors whose type or layout no kernel takes are left to torch."""
 
     name = "cpu"
-    reads_int8_kv = has_norm_kernel = True
+    reads_int8_kv = has_norm_kernel = sums_in_fixed_order = True
     obstacle_to_compilation = "the compiled CPU kernels run a step in one call"
 
     def __init__(self, kernels: Kernels) -> None:
@@ -37,6 +38,12 @@ class CpuOps(TorchOps):
         halves = slice(0, outs), slice(outs, None)
         gate, up = (weight[half] if isinstance(weight, Tensor) else weight.rows(half) for half in halves)
         return GatedMatrix(self.kernels, gate, up)
+
+    def batched(self, weights: Tensor) -> Linear:
+        return PackedMatrices(self.kernels, weights)
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        return row_wise.sigmoid(x)
 
     def pack_norm(self, weight: Tensor) -> Tensor:
         return weight.float().contiguous()

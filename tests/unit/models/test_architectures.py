@@ -13,6 +13,7 @@ from specray.errors import ConfigError
 from specray.layers.parallel import RankGroup
 from specray.models.llama import Llama
 from specray.models.registry import load_config, load_model
+from specray.ops.cpu.library import kernels
 from specray.sampling_params import SamplingParams
 from tests.support.architectures import ARCHITECTURES, write_architecture
 from tests.support.engine import generate
@@ -24,8 +25,8 @@ TOKENS = [0, 5, 63, 17, 17, 40, 2, 9, 9, 31, 50, 8]
 PROMPTS = [[0, 10, 20, 30], [5], [0, *range(4, 40)], [7] * 7, [3, 1, 4], [60, 61], [2] * 3, [0, 33]]
 
 
-def load(folder: Path) -> Llama:
-    config = EngineConfig(model=str(folder), dtype="float32", device="cpu")
+def load(folder: Path, dtype: str = "float32") -> Llama:
+    config = EngineConfig(model=str(folder), dtype=dtype, device="cpu")
     return load_model(folder, config, RankGroup(), CPU, progress=False)
 
 
@@ -42,6 +43,24 @@ def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
         expected = reference(torch.tensor([TOKENS])).logits[0]
     assert expected.std() > 0.3
     torch.testing.assert_close(logits(load(tmp_path), TOKENS), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.skipif(kernels() is None, reason="torch's sums depend on the batch")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@torch.inference_mode()
+def test_a_row_has_the_same_bits_in_any_batch(name: str, dtype: str, tmp_path: Path) -> None:
+    def attend(layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
+        return kv[:, 1].repeat_interleave(q.shape[1] // kv.shape[2], 1).flatten(1)
+
+    write_architecture(name, tmp_path)
+    model = load(tmp_path, dtype)
+    assert model.is_row_wise
+    tokens, positions = torch.arange(41) * 7 % 64, torch.arange(41) * 5 % 32
+    together = model.logits(model(tokens, positions, attend)[0])
+    for start, count in [(0, 1), (17, 1), (3, 2), (8, 5), (1, 16), (7, 33)]:
+        part = slice(start, start + count)
+        assert torch.equal(model.logits(model(tokens[part], positions[part], attend)[0]), together[part])
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "deepseek-v2", "deepseek-v3"])
