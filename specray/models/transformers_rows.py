@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specray.ops.linear import make_batched, make_linear
-from specray.ops.row_wise import gelu, polar, product, sigmoid, silu, softplus
+from specray.ops.row_wise import gelu, matmul, polar, product, sigmoid, silu, softplus
 from specray.ops.torch_matrix import Linear
 
 # torch's operations that compute each row of a batch alike on any device, as long as sums run over a row's own numbers.
@@ -32,10 +32,25 @@ _ROW_WISE = {
     *("minimum", "mul", "mul_", "narrow", "native_layer_norm", "neg", "new_empty", "new_zeros", "nonzero", "ones"),
     *("ones_like", "permute", "pow", "reciprocal", "reciprocal_", "relu", "repeat", "reshape", "rsqrt", "scatter"),
     *("scatter_", "select", "sin", "slice", "_softmax", "split", "split_with_sizes", "sqrt", "squeeze", "stack", "sub"),
-    *("t", "tanh", "topk", "transpose", "unbind", "unsafe_split", "unsqueeze", "view", "view_as_complex"),
+    *(
+        "_is_all_true",
+        "_local_scalar_dense",
+        "erfinv",
+        "logical_and",
+        "scalar_tensor",
+        "t",
+        "tanh",
+        "topk",
+        "transpose",
+        "unbind",
+        "unsafe_split",
+        "unsqueeze",
+        "view",
+        "view_as_complex",
+    ),
     *("view_as_real", "where", "zeros", "zeros_like"),
 }
-_ON_CPU = {"mean", "sum"}
+_ON_CPU = {"mean", "std", "sum"}
 _ON_GPU = {"gelu", "polar", "sigmoid", "sigmoid_", "silu", "softplus"}
 
 
@@ -86,7 +101,7 @@ def _is_row_wise(name: str, args: Sequence[Any]) -> bool:
     if name == "pow" and isinstance(args[1], Tensor):  # frequencies of RoPE, which are constants
         return not isinstance(args[0], Tensor)
     if name == "pow":  # products and roots; others are computed otherwise in a tensor's last numbers
-        return args[1] in (2, 3) or (args[1] in (0.5, -0.5) and inputs[0].dtype is torch.float32)
+        return args[1] in (0.5, 2, 3) or (args[1] == -0.5 and inputs[0].dtype is torch.float32)
     return name in _ROW_WISE or name in _ON_CPU
 
 
@@ -123,6 +138,7 @@ class RowWise(TorchFunctionMode):
             F.softplus: softplus,
             torch.polar: polar,
             **dict.fromkeys((torch.mul, Tensor.mul, Tensor.__mul__), product),
+            **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), matmul),
             F.linear: self._linear,
             **dict.fromkeys((torch.bmm, Tensor.bmm), self._linears),
         }

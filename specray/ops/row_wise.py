@@ -46,6 +46,18 @@ def polar(abs: Tensor, angle: Tensor) -> Tensor:
     return torch.complex(abs * angle.cos(), abs * angle.sin())
 
 
+def matmul(input: Tensor, other: Tensor) -> Tensor:
+    """torch.matmul. It is in one order of terms for stacks of matrices with few of them, such as Gemma 3n's tokens."""
+    few = 8
+    if min(input.dim(), other.dim()) < 3 or other.shape[-2] > few:
+        return torch.matmul(input, other)
+    left, right = input.float(), other.float()
+    result = left[..., :1] * right[..., :1, :]
+    for term in range(1, other.shape[-2]):
+        result += left[..., term : term + 1] * right[..., term : term + 1, :]
+    return result.to(input.dtype)
+
+
 def product(input: Tensor, other: Any) -> Tensor:
     """torch.mul."""
     if not input.is_complex():

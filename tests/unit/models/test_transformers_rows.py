@@ -31,6 +31,8 @@ LEFT_TO_TORCH: dict[str, Function] = {
     "div": lambda x: x / 3.7,
     "add and mul": lambda x: x * 1.702 + x,
     "mean": lambda x: x.mean(-1, keepdim=True),
+    "standard deviation": lambda x: x.std(-1, keepdim=True, unbiased=False),
+    "root": lambda x: x.abs() ** 0.5,
     "sum": lambda x: x.sum(-1, keepdim=True),
     "root mean square": lambda x: x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-5),
     "layer norm": lambda x: F.layer_norm(x, (WIDTH,)),
@@ -47,6 +49,7 @@ REPLACED: dict[str, Function] = {
     "gelu": F.gelu,
     "gelu by tanh": lambda x: F.gelu(x, approximate="tanh"),
     "softplus": F.softplus,
+    "matmul of each row's matrices": lambda x: torch.matmul(x[:, :20].view(-1, 5, 4), x[:, :12].view(-1, 4, 3)),
 }
 OF_COMPLEX: dict[str, Function] = {
     "polar": lambda x: torch.view_as_real(torch.polar(torch.ones_like(x).float(), x.float())),
