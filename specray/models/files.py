@@ -104,9 +104,10 @@ def embedded_gguf() -> Path:
 
 def _from_folder(folder: Path, load_format: str, progress: bool) -> Path:
     has_config = (folder / "config.json").is_file()
-    if has_config and load_format != "gguf":
-        return folder
     files = sorted(folder.glob("*.gguf"))
+    has_others = not files or any(next(folder.glob(pattern), None) for pattern in _WEIGHT_FILES["auto"])
+    if has_config and (load_format in ("safetensors", "bin") or (load_format == "auto" and has_others)):
+        return folder
     if files and gguf_parts(files[0]) == files:  # one model, in one or several files
         return _from_gguf(files[0], load_format, progress)
     raise ConfigError(

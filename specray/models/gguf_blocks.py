@@ -81,6 +81,21 @@ def _q8_0(data: Bytes) -> Parts:
     return data[:, 2:] ^ 0x80, _halves(data[:, :2]), None, 128
 
 
+# The values of 4-bit floats (e2m1), doubled, and those of ggml's table for 4 bits.
+_E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
+_IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
+
+
+def _mxfp4(data: Bytes) -> Parts:
+    """The block's scale is a power of two, 2^(byte - 127), and is halved because the values are doubled."""
+    scales = np.exp2(data[:, :1].astype(np.float32) - 128.0)
+    return (_E2M1[_nibbles(data[:, 1:])] + 12).astype(np.uint8), scales, None, 12
+
+
+def _iq4_nl(data: Bytes) -> Parts:
+    return (_IQ4[_nibbles(data[:, 2:])].astype(np.int16) + 128).astype(np.uint8), _halves(data[:, :2]), None, 128
+
+
 def _scales_and_lows(data: Bytes) -> tuple[Floats, Floats]:
     """Of the eight groups of Q4_K and Q5_K, from d, dmin and twelve bytes with eight pairs of 6-bit factors."""
     packed = data[:, 4:16]
@@ -135,6 +150,8 @@ _TYPES: dict[str, tuple[int, int, int, Callable[[Bytes], Parts]]] = {
     "Q5_0": (22, 32, 8, _q5_0),
     "Q5_1": (24, 32, 8, _q5_1),
     "Q8_0": (34, 32, 8, _q8_0),
+    "IQ4_NL": (18, 32, 8, _iq4_nl),
+    "MXFP4": (17, 32, 8, _mxfp4),
     "Q2_K": (84, 256, 8, _q2_k),
     "Q3_K": (110, 256, 8, _q3_k),
     "Q4_K": (144, 256, 4, _q4_k),

@@ -1,64 +1,134 @@
 """The tokenizer of a GGUF file as tokenizer.json and tokenizer_config.json, and the tokens that begin and end texts."""
 
 import json
-import shutil
-import tempfile
-from collections.abc import Callable
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from specray.models.gguf_reader import GgufFile, unusable
 
-_CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
-# Texts of tokens that end a turn of a chat. llama.cpp finds them by text where the file does not name their ids.
-_END_OF_TURN = {"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|end_of_turn|>", "<EOT>", "_<EOT>", "<|EOT|>"}
-_END_OF_TURN |= {"<end_of_utterance>", "<|eom_id|>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "<|END_OF_TURN_TOKEN|>"}
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # values of tokenizer.ggml.token_type
+# Texts of tokens that begin a text, or end one or a turn of a chat. llama.cpp finds them by these where the file does
+# not name their ids, or not all of them.
+_BEGINS: tuple[str, ...] = ("<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>")
+_BEGINS += ("<\uff5cbegin\u2581of\u2581sentence\uff5c>",)
+_ENDS: tuple[str, ...] = ("</s>", "<eos>", "<|endoftext|>", "<|end_of_text|>", "[EOS]")
+_ENDS += ("<\uff5cend\u2581of\u2581sentence\uff5c>",)
+_ENDS += ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|end_of_turn|>", "<EOT>", "_<EOT>", "<|EOT|>")
+_ENDS += ("[EOT]", "<|eom_id|>", "<|return|>", "<|call|>", "<end_of_utterance>", "<|END_OF_TURN_TOKEN|>", "<turn|>")
 
 
 def generation_config(file: GgufFile) -> dict[str, Any]:
-    ends = [token_id(file, name) for name in ("eos", "eot", "eom")]
-    kinds = file.get("tokenizer.ggml.token_type", list, [])
-    by_text = [
-        index
-        for index, (token, kind) in enumerate(zip(_tokens(file), kinds, strict=False))
-        if token in _END_OF_TURN and kind in (_CONTROL, _USER_DEFINED)
-    ]
-    return {
-        "bos_token_id": token_id(file, "bos"),
-        "eos_token_id": sorted({token for token in (*ends, *by_text) if token is not None}),
-    }
+    """generation_config.json: all tokens that end a text or a turn."""
+    named = [token_id(file, name) for name in ("eos", "eot", "eom")]
+    texts = set(_ENDS)
+    if {"<|return|>", "<|call|>"} <= set(_tokens(file)):
+        texts -= {"<|end|>"}  # ends a message in the harmony format, after which the turn goes on
+    ends = {token for token in (*named, *_special(file, texts)) if token is not None}
+    return {"bos_token_id": token_id(file, "bos"), "eos_token_id": sorted(ends)}
 
 
 def token_id(file: GgufFile, name: str) -> int | None:
+    """The id of token `name` ("bos", "eos", …), by its text if the file's is missing or wrong.
+
+    ConfigError if it is outside of the vocabulary and there is none of a known text.
+    """
+    tokens, kinds = _tokens(file), file.get("tokenizer.ggml.token_type", list, [])
     token: int | None = file.get(f"tokenizer.ggml.{name}_token_id", int)
-    if token is not None and not 0 <= token < len(_tokens(file)):
-        raise unusable(file.path, f"its {name} token {token} is not in its vocabulary of {len(_tokens(file))}")
-    return token
+    is_outside = token is not None and not 0 <= token < len(tokens)
+    if token is not None and not is_outside and kinds[token : token + 1] != [_NORMAL]:
+        return token
+    if by_text := _special(file, {"bos": _BEGINS, "eos": _ENDS}.get(name, ())):
+        return by_text[0]
+    if not is_outside:
+        return token
+    raise unusable(file.path, f"its {name} token {token} is not in its vocabulary of {len(tokens)}")
 
 
+def _special(file: GgufFile, texts: Collection[str]) -> list[int]:
+    """Ids of the control and user-defined tokens with one of `texts`."""
+    kinds = file.get("tokenizer.ggml.token_type", list, [])
+    marked = enumerate(zip(_tokens(file), kinds, strict=False))
+    return [index for index, (token, kind) in marked if token in texts and kind in (_CONTROL, _USER_DEFINED)]
+
+
+@dataclass(frozen=True, slots=True)
+class PreTokenizer:
+    """What byte-level BPE does to a text before its merges, by tokenizer.ggml.pre."""
+
+    splits: tuple[str, ...]  # regular expressions, applied in order
+    ignores_merges: bool = False  # a word of the vocabulary is one token, whatever the merges are
+    adds_bos: bool = False  # if the file does not say
+
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_CL100K = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_END = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3, _QWEN2 = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*{_END}"
+    for digits in ("{1,3}", "")
 )
-_LLAMA3, _QWEN2 = _CL100K % "{1,3}", _CL100K % ""
-# tokenizer.ggml.pre: regexes that split text, applied in order before the merges.
-_PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("default", "gpt-2", "mpt", "olmo", "jais"), (_GPT2,)),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell", "exaone"), (r"\p{N}", _GPT2)),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "falcon3"), (_LLAMA3,)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2"), (_QWEN2,)),
+_QWEN35 = _QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
+_SEED = _QWEN2.replace(r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}\r\n]+")
+_EXAONE_MOE = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+_JAIS2 = _LLAMA3.removesuffix(r"\s+(?!\S)|\s+") + "".join(
+    rf"\s{{{size}}}(?!\S)|" for size in ("512", "256", "128", "64", "32", "16", "8", "4", "1,2")
+)
+_JAIS2 += r"\s{1}"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN, _GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{end}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{end}"
+    rf"|\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*{_END}"
+    for end, digits in (("", ""), (_CONTRACTIONS + "?", "{1,3}"))
+)
+_DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*{_END}",
+)
+_SPLITS: dict[PreTokenizer, str] = {
+    PreTokenizer((_GPT2,)): "default gpt-2 phi-2 mpt olmo jais exaone4 gigachat a.x-4.0 mellum trillion",
+    PreTokenizer((r"\p{N}", _GPT2)): "smollm starcoder refact codeshell exaone command-r minerva-7b",
+    PreTokenizer((_LLAMA3,), ignores_merges=True, adds_bos=True): (
+        "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2"
+    ),
+    PreTokenizer((_LLAMA3,), ignores_merges=True): "glm4",
+    PreTokenizer((_LLAMA3,)): "smaug-bpe dbrx",
+    PreTokenizer((_QWEN2,)): "qwen2 deepseek-r1-qwen kormo megrez stablelm2 hunyuan grok-2 solar-open",
+    PreTokenizer((_QWEN35,)): "qwen35",
+    PreTokenizer((_SEED,)): "seed-coder",
+    PreTokenizer((_EXAONE_MOE,)): "exaone-moe",
+    PreTokenizer((_JAIS2,)): "jais-2",
+    PreTokenizer((_TEKKEN,), ignores_merges=True): "tekken",
+    PreTokenizer((_GPT4O,)): "gpt-4o llama4 kanana2 talkie minimax-m2",
+    PreTokenizer(_DEEPSEEK3): "deepseek-v3 hunyuan-dense joyai-llm",
 }
+PRE_TOKENIZERS = {name: pre for pre, names in _SPLITS.items() for name in names.split()}
 
 
 def write_tokenizer(file: GgufFile, folder: Path) -> None:
+    """ConfigError for a kind of tokenizer, or a way to split text, that is not known."""
+    from tokenizers import processors
+
     model = file.get("tokenizer.ggml.model", str)
     if model == "gpt2":
-        _write_byte_level(file, folder)
+        tokenizer = _byte_level(file)
     elif model == "llama":
-        _write_sentencepiece(file, folder)
+        tokenizer = _sentencepiece(file)
     else:
         raise unusable(file.path, f"its tokenizer is {model!r}; supported are gpt2 (byte-level BPE) and llama")
+    begin, end = ([] if token is None else [(_tokens(file)[token], token)] for token in _added(file))
+    if begin or end:
+        single, pair = ([*(t for t, _ in begin), *texts, *(t for t, _ in end)] for texts in (["$A"], ["$A", "$B"]))
+        tokenizer.post_processor = processors.TemplateProcessing(single, pair, begin + end)
+    tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
+    content = json.dumps(_tokenizer_config(file), indent=2, ensure_ascii=False) + "\n"
+    (folder / "tokenizer_config.json").write_text(content, encoding="utf-8")
 
 
 def _tokens(file: GgufFile) -> list[str]:
@@ -66,14 +136,29 @@ def _tokens(file: GgufFile) -> list[str]:
     return tokens
 
 
-def _write_byte_level(file: GgufFile, folder: Path) -> None:
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+def _of_type(file: GgufFile, kind: int) -> list[str]:
+    kinds = file.get("tokenizer.ggml.token_type", list, [])
+    return [token for token, token_kind in zip(_tokens(file), kinds, strict=False) if token_kind == kind]
 
+
+def _pre_tokenizer(file: GgufFile) -> PreTokenizer:
     pre = file.get("tokenizer.ggml.pre", str, "default")
-    if pre not in _PRE_TOKENIZERS:
-        raise unusable(file.path, f"tokenizer.ggml.pre={pre!r} is unknown; known are {', '.join(_PRE_TOKENIZERS)}")
-    splits = [pre_tokenizers.Split(Regex(regex), "isolated") for regex in _PRE_TOKENIZERS[pre]]
-    tokenizer = Tokenizer(_bpe(file, models.BPE, ignore_merges=_PRE_TOKENIZERS[pre] == (_LLAMA3,)))
+    if pre not in PRE_TOKENIZERS:
+        raise unusable(file.path, f"tokenizer.ggml.pre={pre!r} is unknown; known are {', '.join(PRE_TOKENIZERS)}")
+    return PRE_TOKENIZERS[pre]
+
+
+def _byte_level(file: GgufFile) -> Any:
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    pre = _pre_tokenizer(file)
+    vocabulary = {token: index for index, token in enumerate(_tokens(file))}
+    merges = [tuple(merge.split(" ")) for merge in file.need("tokenizer.ggml.merges", list)]
+    try:
+        tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre.ignores_merges))
+    except Exception as error:  # tokenizers raises bare Exception for a bad merge
+        raise unusable(file.path, f"its merges do not fit its vocabulary ({error})") from error
+    splits = [pre_tokenizers.Split(Regex(regex), "isolated") for regex in pre.splits]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
@@ -82,63 +167,49 @@ def _write_byte_level(file: GgufFile, folder: Path) -> None:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in _of_type(file, _CONTROL)])
     tokenizer.add_tokens([AddedToken(t, normalized=False, special=False) for t in _of_type(file, _USER_DEFINED)])
-    if (bos := _added_bos(file)) is not None:
-        ids = [(bos, token_id(file, "bos"))]
-        tokenizer.post_processor = processors.TemplateProcessing([bos, "$A"], [bos, "$A", "$B"], ids)
-    tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
-    config = json.dumps(_tokenizer_config(file), indent=2, ensure_ascii=False) + "\n"
-    (folder / "tokenizer_config.json").write_text(config, encoding="utf-8")
+    return tokenizer
 
 
-def _bpe(file: GgufFile, bpe: Callable[..., Any], *, ignore_merges: bool) -> Any:
-    vocabulary = {token: index for index, token in enumerate(_tokens(file))}
-    merges = [tuple(merge.split(" ")) for merge in file.need("tokenizer.ggml.merges", list)]
+def _sentencepiece(file: GgufFile) -> Any:
+    """Built by transformers, which derives the merges from the scores, or for Gemma from the order of tokens."""
+    from tokenizers import pre_tokenizers
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer
+
+    keys = {"tokens": list, "scores": list, "token_type": list, "merges": list}
+    content = {key: file.get(f"tokenizer.ggml.{key}", kind) for key, kind in keys.items()}
+    known = {key: value for key, value in content.items() if value is not None}
     try:
-        return bpe(vocab=vocabulary, merges=merges, ignore_merges=ignore_merges)
-    except Exception as error:  # tokenizers raises bare Exception for a bad merge
-        raise unusable(file.path, f"its merges do not fit its vocabulary ({error})") from error
+        tokenizer, _ = convert_gguf_tokenizer(
+            file.metadata["general.architecture"], {"tokenizer_type": "llama", **known}
+        )
+    except (KeyError, ValueError, TypeError) as error:
+        raise unusable(file.path, f"its tokenizer cannot be built ({error!r})") from error
+    if not file.get("tokenizer.ggml.add_space_prefix", bool, True) and isinstance(
+        tokenizer.pre_tokenizer, pre_tokenizers.Metaspace
+    ):
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=tokenizer.pre_tokenizer.split)
+    return tokenizer
 
 
-def _of_type(file: GgufFile, kind: int) -> list[str]:
-    kinds = file.get("tokenizer.ggml.token_type", list, [])
-    return [token for token, token_kind in zip(_tokens(file), kinds, strict=False) if token_kind == kind]
-
-
-def _added_bos(file: GgufFile) -> str | None:
-    """The token that begins every text, if the file says so; if it says nothing, Llama 3's tokenizers have one."""
-    is_llama3 = _PRE_TOKENIZERS.get(file.get("tokenizer.ggml.pre", str, "default")) == (_LLAMA3,)
-    token = token_id(file, "bos")
-    return (
-        _tokens(file)[token]
-        if file.get("tokenizer.ggml.add_bos_token", bool, is_llama3) and token is not None
-        else None
-    )
+def _added(file: GgufFile) -> tuple[int | None, int | None]:
+    """The tokens that every text begins and ends with, if the file says so or, for the first, its kind of tokenizer."""
+    has_usual_bos = file.get("tokenizer.ggml.model", str) == "llama" or _pre_tokenizer(file).adds_bos
+    adds_bos = file.get("tokenizer.ggml.add_bos_token", bool, has_usual_bos)
+    adds_eos = file.get("tokenizer.ggml.add_eos_token", bool, False)
+    return (token_id(file, "bos") if adds_bos else None), (token_id(file, "eos") if adds_eos else None)
 
 
 def _tokenizer_config(file: GgufFile) -> dict[str, Any]:
     ids = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     special = {key: token_id(file, name) for key, name in ids.items()}
-    template, bos = file.get("tokenizer.chat_template", str), _added_bos(file)
-    if template and bos is not None and bos not in template and "bos_token" not in template:
+    template, (bos, eos) = file.get("tokenizer.chat_template", str), _added(file)
+    if template and bos is not None and _tokens(file)[bos] not in template and "bos_token" not in template:
         template = "{{- bos_token }}" + template  # as llama.cpp: a chat begins with it, too
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "add_bos_token": bos is not None,
-        "add_eos_token": file.get("tokenizer.ggml.add_eos_token", bool, False),
+        "add_eos_token": eos is not None,
         **{key: _tokens(file)[token] for key, token in special.items() if token is not None},
         **({"chat_template": template} if template is not None else {}),
     }
-
-
-def _write_sentencepiece(file: GgufFile, folder: Path) -> None:
-    # transformers derives the merges from the scores. Imported here because the import takes seconds.
-    from transformers import AutoTokenizer
-
-    with tempfile.TemporaryDirectory() as scratch:
-        shutil.copyfile(folder / "config.json", Path(scratch) / "config.json")
-        (Path(scratch) / "model.gguf").symlink_to(file.path.resolve())
-        tokenizer = AutoTokenizer.from_pretrained(
-            scratch, gguf_file="model.gguf", local_files_only=True, trust_remote_code=False
-        )
-    tokenizer.save_pretrained(folder)

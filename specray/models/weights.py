@@ -255,12 +255,13 @@ def _read_index(path: Path) -> dict[str, str]:
         weight_map: dict[str, str] = {str(name): str(file) for name, file in content["weight_map"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as error:
         raise ConfigError(f"{path} is not a readable index of tensors and files: {error!r}; fetch it again") from error
-    for file in sorted(set(weight_map.values())):
-        # The index is untrusted: its file names must not point outside the folder.
-        if Path(file).name != file or not _is_file(path.parent / file):
-            raise ConfigError(
-                f"{path} names the file {file!r}, which is not in {path.parent}; fetch the missing weight files"
-            )
+    # The index is untrusted: its file names must not point outside the folder.
+    files = sorted(set(weight_map.values()))
+    if missing := [file for file in files if Path(file).name != file or not _is_file(path.parent / file)]:
+        raise ConfigError(
+            f"{path} names {len(files)} files of weights, of which {len(missing)} are not in {path.parent}: "
+            f"{first_of(missing)}; fetch the missing weight files"
+        )
     return weight_map
 
 

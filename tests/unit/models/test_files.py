@@ -53,12 +53,23 @@ def test_embedded_model_without_its_package_names_the_extra(monkeypatch: pytest.
         resolve(EMBEDDED_MODEL)
 
 
-def test_folder_with_config_is_used_as_is(tmp_path: Path, converted: list[Path]) -> None:
+@pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin"])
+def test_folder_with_config_and_weights_is_used_as_is(weights: str, tmp_path: Path, converted: list[Path]) -> None:
     (tmp_path / "config.json").write_text("{}")
+    (tmp_path / weights).write_bytes(b"")
     (tmp_path / "extra.gguf").write_bytes(b"")
     assert resolve(tmp_path) == tmp_path
     assert converted == []
     assert resolve(tmp_path, "gguf") == Path("converted")
+
+
+def test_folder_with_config_whose_only_weights_are_gguf_is_converted(tmp_path: Path, converted: list[Path]) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert resolve(tmp_path) == tmp_path
+    (tmp_path / "m.gguf").write_bytes(b"")
+    assert resolve(tmp_path) == Path("converted")
+    assert resolve(tmp_path, "safetensors") == tmp_path
+    assert converted == [tmp_path / "m.gguf"]
 
 
 def test_folder_with_one_gguf_and_gguf_path_are_converted(tmp_path: Path, converted: list[Path]) -> None:

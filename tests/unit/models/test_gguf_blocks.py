@@ -10,9 +10,9 @@ from specray.models.gguf_blocks import grouped_weight
 from specray.ops.cpu.library import kernels
 from specray.ops.cpu.matrix import PackedMatrix
 
-KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 # Where a block's float16 scales are, in bytes.
-SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "MXFP4": ()}
 
 
 def random_blocks(kind: str, outs: int, ins: int) -> np.ndarray:
@@ -23,6 +23,8 @@ def random_blocks(kind: str, outs: int, ins: int) -> np.ndarray:
     for place in SCALES.get(kind, (0, 2) if kind.endswith("_1") else (0,)):
         scales = generator.uniform(0.01, 1.0, len(blocks)).astype(np.float16)
         blocks[:, place : place + 2] = scales[:, None].view(np.uint8)
+    if kind == "MXFP4":
+        blocks[:, 0] = generator.integers(120, 128, len(blocks))
     return blocks.reshape(outs, -1)
 
 
@@ -49,4 +51,4 @@ def test_packed_blocks_lose_nothing(kind: str) -> None:
 
 
 def test_other_types_are_left_to_the_caller() -> None:
-    assert grouped_weight("IQ4_NL", torch.zeros(1, 18, dtype=torch.uint8)) is None
+    assert grouped_weight("TQ2_0", torch.zeros(1, 66, dtype=torch.uint8)) is None

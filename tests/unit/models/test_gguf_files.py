@@ -24,6 +24,7 @@ from specray.errors import ConfigError
 from specray.models.files import resolve_model
 from specray.models.gguf_files import convert_gguf
 from specray.models.gguf_reader import read_gguf
+from specray.models.gguf_tokenizer import PRE_TOKENIZERS
 from specray.models.registry import context_length, load_config
 from specray.models.tokenizer import eos_token_ids, load_tokenizer, render_chat
 from tests.support.gguf_toy import HEADS, HIDDEN, KV_HEADS, TOKENS, add_key, tensors, write_gguf
@@ -134,8 +135,18 @@ def test_transformers_reads_the_converted_folder(tmp_path: Path) -> None:
     assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [0, 1]
 
 
-@pytest.mark.parametrize("adds", [True, False])
-def test_sentencepiece_vocabulary_is_converted_by_transformers(adds: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("adds", "prefix", "arch", "expected"),
+    [
+        (True, None, "llama", ["<s>", "▁hi"]),
+        (False, None, "llama", ["▁hi"]),
+        (None, False, "llama", ["<s>", "hi"]),
+        (None, False, "gemma", ["<s>", "hi"]),
+    ],
+)
+def test_sentencepiece_vocabulary_is_converted(
+    adds: bool | None, prefix: bool | None, arch: str, expected: list[str], tmp_path: Path
+) -> None:
     from transformers import PreTrainedTokenizerFast
 
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", "h", "i", "hi", "▁hi"]
@@ -149,14 +160,17 @@ def test_sentencepiece_vocabulary_is_converted_by_transformers(adds: bool, tmp_p
         writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * 5)
         writer.add_bos_token_id(1)
         writer.add_eos_token_id(2)
-        writer.add_add_bos_token(adds)
+        if adds is not None:
+            writer.add_add_bos_token(adds)
+        if prefix is not None:
+            writer.add_add_space_prefix(prefix)
 
     weights = tensors() | {"token_embd.weight": np.zeros((len(pieces), HIDDEN), np.float32)}
-    folder = convert_gguf(write_gguf(tmp_path / "m.gguf", weights=weights, extra=replace_tokenizer), progress=False)
+    folder = convert_gguf(write_gguf(tmp_path / "m.gguf", arch, weights, replace_tokenizer), progress=False)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-    assert tokenizer.convert_ids_to_tokens(tokenizer("hi")["input_ids"]) == ["<s>"] * adds + ["▁hi"]
+    assert tokenizer.convert_ids_to_tokens(tokenizer("hi")["input_ids"]) == expected
     assert tokenizer.eos_token == "</s>"
-    assert config_of(folder)["model_type"] == "llama"
+    assert config_of(folder)["model_type"] == arch
 
 
 def test_conversion_is_cached_by_content(tmp_path: Path) -> None:
@@ -264,6 +278,9 @@ def test_damaged_files_are_converted_or_raise_a_config_error(data: st.DataObject
         ("smollm", ["ĊĊ", "1", "1"]),
         ("llama-bpe", ["ĊĊ", "11"]),
         ("qwen2", ["ĊĊ", "1", "1"]),
+        ("deepseek-v3", ["ĊĊ", "11"]),
+        ("tekken", ["ĊĊ", "1", "1"]),
+        ("gpt-4o", ["ĊĊ", "11"]),
     ],
 )
 def test_pre_tokenizer_splits_text_as_the_model_expects(pre: str, expected: list[str], tmp_path: Path) -> None:
@@ -339,6 +356,79 @@ def test_a_token_that_ends_a_turn_is_known_by_its_text(name: str, tmp_path: Path
 
     folder = convert_gguf(write_gguf(tmp_path / "m.gguf", extra=rename), progress=False)
     assert eos_token_ids(folder, load_tokenizer(folder)) == [0, 1]
+
+
+@pytest.mark.parametrize("pre", PRE_TOKENIZERS)
+def test_every_pre_tokenizer_keeps_the_text(pre: str) -> None:
+    """No character is lost where a text is split, and each split is a valid regular expression."""
+    from tokenizers import Regex, pre_tokenizers
+
+    for regex in PRE_TOKENIZERS[pre].splits:
+        text = "I'll  see\n\n 12345 日本語ñ́ +=!  \t."
+        pieces = pre_tokenizers.Split(Regex(regex), "isolated").pre_tokenize_str(text)
+        assert "".join(piece for piece, _ in pieces) == text
+
+
+@pytest.mark.parametrize(
+    ("keys", "kind", "bos", "eos"),
+    [
+        ({}, 3, 1, [0]),
+        ({"bos_token_id": None, "eos_token_id": None}, 3, 1, [0]),
+        ({"bos_token_id": 99_999, "eos_token_id": 99_999}, 3, 1, [0]),
+        ({"eos_token_id": 5}, 3, 1, [0]),  # the id of a word
+        ({"eos_token_id": 0}, 1, 1, [0]),  # no token is marked as special
+    ],
+)
+def test_begin_and_end_tokens_are_known_by_their_texts(
+    keys: dict[str, Any], kind: int, bos: int, eos: list[int], tmp_path: Path
+) -> None:
+    def change(writer: gguf.GGUFWriter) -> None:
+        values = writer.kv_data[0]
+        values["tokenizer.ggml.tokens"].value = ["<|end_of_text|>", "<|begin_of_text|>", *TOKENS[2:]]
+        values["tokenizer.ggml.token_type"].value = [kind, kind] + [1] * (len(TOKENS) - 2)
+        for key, value in keys.items():
+            del values[f"tokenizer.ggml.{key}"]
+            if value is not None:
+                writer.add_uint32(f"tokenizer.ggml.{key}", value)
+
+    folder = convert_gguf(write_gguf(tmp_path / "m.gguf", extra=change), progress=False)
+    assert eos_token_ids(folder, load_tokenizer(folder)) == eos
+    assert (config_of(folder)["bos_token_id"], config_of(folder)["eos_token_id"]) == (bos, eos[0])
+
+
+def test_an_id_outside_of_the_vocabulary_is_refused_without_a_known_text(tmp_path: Path) -> None:
+    def change(writer: gguf.GGUFWriter) -> None:
+        writer.kv_data[0]["tokenizer.ggml.bos_token_id"].value = 99_999
+
+    with pytest.raises(ConfigError, match="its bos token 99999 is not in its vocabulary of 15"):
+        convert_gguf(write_gguf(tmp_path / "m.gguf", extra=change), progress=False)
+
+
+def test_a_message_of_the_harmony_format_does_not_end_the_turn(tmp_path: Path) -> None:
+    def change(writer: gguf.GGUFWriter) -> None:
+        tokens = ["<|return|>", "<|call|>", "<|end|>", *TOKENS[3:]]
+        writer.kv_data[0]["tokenizer.ggml.tokens"].value = tokens
+        writer.kv_data[0]["tokenizer.ggml.token_type"].value = [3, 3, 3] + [1] * (len(TOKENS) - 3)
+        writer.kv_data[0]["tokenizer.ggml.merges"].value = ["Ċ Ċ", "1 1"]
+
+    folder = convert_gguf(write_gguf(tmp_path / "m.gguf", extra=change), progress=False)
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [0, 1]
+
+
+def test_texts_end_with_eos_if_the_file_says_so(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", extra=lambda writer: writer.add_add_eos_token(True))
+    tokenizer = load_tokenizer(convert_gguf(path, progress=False))
+    assert tokenizer.encode("ab") == [TOKENS.index("ab"), 0]
+    assert tokenizer.encode("ab", add_special_tokens=False) == [TOKENS.index("ab")]
+
+
+def test_tensors_that_nobody_reads_and_those_of_another_shape_are_refused(tmp_path: Path) -> None:
+    strange = tensors() | {"blk.0.attn_gate.weight": np.zeros((2, 2), np.float32)}
+    with pytest.raises(ConfigError, match=r"1 of its tensors are not part of its architecture: blk.0.attn_gate.weight"):
+        convert_gguf(write_gguf(tmp_path / "a.gguf", weights=strange), progress=False)
+    wide = tensors() | {"blk.0.ffn_up.weight": np.zeros((HIDDEN, HIDDEN), np.float32)}
+    with pytest.raises(ConfigError, match=r"blk.0.ffn_up.weight has the shape \(64, 64\), where .* imply \(96, 64\)"):
+        convert_gguf(write_gguf(tmp_path / "b.gguf", weights=wide), progress=False)
 
 
 @pytest.mark.parametrize(

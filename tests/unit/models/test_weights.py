@@ -84,13 +84,24 @@ def test_folder_without_weights_is_refused(load_format: str, tmp_path: Path) -> 
         WeightReader(tmp_path, load_format)
 
 
+def test_an_index_whose_files_are_not_all_there_names_the_missing(tmp_path: Path) -> None:
+    files = [f"model-0000{number}-of-00004.safetensors" for number in range(1, 5)]
+    save_file({"a": torch.zeros(1)}, tmp_path / files[1])
+    index = {"weight_map": {str(number): file for number, file in enumerate(files)}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(
+        ConfigError, match=f"4 files of weights, of which 3 are not .*: {files[0]}, {files[2]}, {files[3]};"
+    ):
+        WeightReader(tmp_path)
+
+
 @pytest.mark.parametrize("file", ["../outside.safetensors", "/etc/passwd", "missing.safetensors"])
 def test_index_cannot_name_files_outside_the_folder(file: str, tmp_path: Path) -> None:
     inside = tmp_path / "model"
     inside.mkdir()
     save_file(TENSORS, tmp_path / "outside.safetensors")
     write_index(inside, "model.safetensors.index.json", {"a": file})
-    with pytest.raises(ConfigError, match="names the file"):
+    with pytest.raises(ConfigError, match="names 1 files of weights, of which 1 are not in"):
         WeightReader(inside)
 
 
