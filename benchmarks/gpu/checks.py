@@ -39,7 +39,7 @@ def check(shape: Shape, device: torch.device, context: int) -> Iterator[dict[str
 
 def same_bits(shape: Shape, dtype: torch.dtype, device: torch.device, context: int) -> Iterator[tuple[str, bool]]:
     """A token alone against the same token in other surroundings."""
-    tokens, last, chunk = Tokens(shape, context, dtype, device), 6, 40
+    tokens, last, chunk = Tokens(shape, context, dtype, device), 6, min(40, context // 8)
     alone = torch.cat([tokens.attend(position, position + 1) for position in range(context - chunk, context)])
     whole, split = (tokens.attend(context - 1, context, splits=splits) for splits in (False, True))
     yield "chunks split among programs", torch.equal(whole, split)

@@ -39,7 +39,7 @@ class ChainAttention:
         else:
             self._chains[layer].append((k, v))
         grouped = (q * dim**-0.5).view(batch, queries, kv_heads, heads // kv_heads, dim).permute(0, 2, 3, 1, 4)
-        mixed = _mix(grouped, *self._shared[layer], self._chains[layer])  # [B, kv_heads, group, queries, dim]
+        mixed = _attend(grouped, *self._shared[layer], self._chains[layer])  # [B, kv_heads, group, queries, dim]
         return mixed.permute(0, 3, 1, 2, 4).reshape(batch, queries, heads * dim)
 
 
@@ -52,7 +52,7 @@ def attend_to_sequences(layer: int, q: Tensor, kv: Tensor | None) -> Tensor:  # 
     return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=True).transpose(1, 2).flatten(2)
 
 
-def _mix(q: Tensor, keys: Tensor, values: Tensor, chains: list[tuple[Tensor, Tensor]]) -> Tensor:
+def _attend(q: Tensor, keys: Tensor, values: Tensor, chains: list[tuple[Tensor, Tensor]]) -> Tensor:
     length = keys.shape[2]
     scores = q.flatten(2, 3) @ keys.transpose(-1, -2)  # all queries of a KV head in one product
     scores = scores.view(*q.shape[:-1], length).float()

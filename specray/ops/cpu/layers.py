@@ -24,7 +24,7 @@ class StartedPass(NamedTuple):
     logits: Tensor
     copies: Tensor  # states of the stream, see `FusedLayers.__call__`
     step: StepStruct
-    kept: tuple[object, ...]  # what else the kernels read or write
+    in_use: tuple[object, ...]  # what else the kernels read or write
 
 
 class FusedLayers(PackedLayers):
@@ -91,8 +91,8 @@ class FusedLayers(PackedLayers):
         places = None if places is None else places.contiguous()
         lens = None if read_lens is None else (ctypes.c_int32 * len(read_lens))(*read_lens)
         step = self.step(positions, attend, 0, lens)
-        kept = (attend, token_ids, positions, places, capture, lens)
-        return self._start(around, step, token_ids, places, (copies, capture), only_largest, kept, verification)
+        in_use = (attend, token_ids, positions, places, capture, lens)
+        return self._start(around, step, token_ids, places, (copies, capture), only_largest, in_use, verification)
 
     def begin_after(self, around: EmbedAndHead, number: int, buffer: RequestBufferStruct, slots: Tensor) -> StartedPass:
         """Start a pass over the tokens that another one chooses, which is not joined yet, for the same requests.
@@ -117,10 +117,10 @@ class FusedLayers(PackedLayers):
         places: Tensor | None,
         copies: tuple[Tensor, CaptureStruct],
         only_largest: bool,
-        kept: tuple[object, ...],
+        in_use: tuple[object, ...],
         verification: Verification | None = None,
     ) -> StartedPass:
-        """`kept` has what `step` and `copies` point to."""
+        """`in_use` has what `step` and `copies` point to."""
         count = step.count
         hidden, final = torch.empty(2, count, self.sizes.hidden).unbind()
         num_places = count if places is None else places.shape[0]
@@ -142,8 +142,8 @@ class FusedLayers(PackedLayers):
         run = (ctypes.byref(step), ctypes.byref(where), ctypes.byref(copies[1]))
         threads = num_threads(self.num_bytes + around.num_bytes)
         number = self.kernels.start_forward(*model, *run, threads)
-        kept = (around, token_ids, places, hidden, verification, *kept)
-        started = StartedPass(number, final, logits, copies[0], step, kept)
+        in_use = (around, token_ids, places, hidden, verification, *in_use)
+        started = StartedPass(number, final, logits, copies[0], step, in_use)
         self._started[number] = started
         return started
 

@@ -50,13 +50,13 @@ def walk(
     Returns the outcome, int64 [B, 2 + 2 * (max_depth + 1)]; see VerifyOutput.
     """
     count, width = tokens.shape
-    kept = [part.contiguous() for part in (tokens, parents, num_nodes, logits)]
+    inputs = [part.contiguous() for part in (tokens, parents, num_nodes, logits)]
     options: list[Tensor | None] = [None] * 6
     if any(state.is_sampled for state in batch.states):
         columns = (lengths, batch.seeds, batch.temperature, batch.top_p, batch.min_p, batch.top_k)
         options = [column.contiguous() for column in columns]
     trees = DraftTreesStruct(
-        count, width, max_depth, logits.shape[1], *map(pointer, kept), None, *map(pointer, options)
+        count, width, max_depth, logits.shape[1], *map(pointer, inputs), None, *map(pointer, options)
     )
     return _walked(kernels, trees, min(count, num_threads()))
 
@@ -66,8 +66,8 @@ def walk_chosen(
 ) -> Tensor:
     """Walk draft trees with known tokens after all nodes: `choices` int64 [sum of num_nodes], -1 if not finite."""
     count, width = tokens.shape
-    kept = [part.contiguous() for part in (tokens, parents, num_nodes)]
-    trees = DraftTreesStruct(count, width, max_depth, 0, *[part.data_ptr() for part in kept], None, pointer(choices))
+    inputs = [part.contiguous() for part in (tokens, parents, num_nodes)]
+    trees = DraftTreesStruct(count, width, max_depth, 0, *[part.data_ptr() for part in inputs], None, pointer(choices))
     return _walked(kernels, trees, 1)
 
 

@@ -27,17 +27,17 @@ class TableKernels:
         self._buffer = ctypes.byref(self.struct)
 
     def cells(self, slots: Tensor, positions: Tensor, column: int) -> Tensor:
-        kept = slots.contiguous(), positions.contiguous()
+        inputs = slots.contiguous(), positions.contiguous()
         found = torch.empty(slots.shape[0], dtype=torch.int64)
-        self._kernels.gather_cells(self._buffer, slots.shape[0], *map(pointer, kept), column, pointer(found))
+        self._kernels.gather_cells(self._buffer, slots.shape[0], *map(pointer, inputs), column, pointer(found))
         return found
 
     def build_step(
         self, columns: Sequence[Tensor], trees: Sequence[Tensor], total: int, kv_width: int, has_drafts: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         count, width = trees[0].shape
-        kept = [part.contiguous() for part in (*columns, *trees)]
-        rows = structs.StepRowsStruct(count, width, *[part.data_ptr() for part in kept])
+        inputs = [part.contiguous() for part in (*columns, *trees)]
+        rows = structs.StepRowsStruct(count, width, *[part.data_ptr() for part in inputs])
         sizes = (total, total, total, count, count * kv_width)
         step = torch.empty(sum(sizes), dtype=torch.int64)
         ancestors = torch.empty(count, width, width, dtype=torch.bool) if has_drafts else None
@@ -46,9 +46,9 @@ class TableKernels:
         return token_ids, positions, written, roots, kv_slots.view(count, kv_width), ancestors
 
     def kv_slots(self, slots: Tensor, starts: Tensor | None, width: int) -> Tensor:
-        kept = slots.contiguous(), None if starts is None else starts.contiguous()
+        inputs = slots.contiguous(), None if starts is None else starts.contiguous()
         found = torch.empty(slots.shape[0], width, dtype=torch.int64)
-        self._kernels.gather_kv_slots(self._buffer, slots.shape[0], *map(pointer, kept), width, pointer(found))
+        self._kernels.gather_kv_slots(self._buffer, slots.shape[0], *map(pointer, inputs), width, pointer(found))
         return found
 
     def append(self, slots: Tensor, outcome: Tensor) -> None:
@@ -58,11 +58,11 @@ class TableKernels:
     def extend_input(
         self, slots: Tensor, starts: Tensor, ends: Tensor, total: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        kept = [part.contiguous() for part in (slots, starts, ends)]
+        inputs = [part.contiguous() for part in (slots, starts, ends)]
         token_ids, positions, written = torch.empty(3, total, dtype=torch.int64).unbind()
         last = torch.empty(slots.shape[0], dtype=torch.int64)
         outputs = (token_ids, positions, written, last)
-        self._kernels.build_extend(self._buffer, slots.shape[0], *map(pointer, kept), *map(pointer, outputs))
+        self._kernels.build_extend(self._buffer, slots.shape[0], *map(pointer, inputs), *map(pointer, outputs))
         return outputs
 
 
@@ -75,9 +75,9 @@ class TreeKernels:
         self._struct = structs.PendingTreesStruct()
 
     def put(self, pending: TreeTensors, slots: Tensor, trees: TreeTensors) -> None:
-        kept = [None if part is None else part.contiguous() for part in (slots, *trees)]
+        inputs = [None if part is None else part.contiguous() for part in (slots, *trees)]
         width = trees.tokens.shape[1]
-        self._kernels.put_trees(self._struct_of(pending), slots.shape[0], *map(pointer, kept), width)
+        self._kernels.put_trees(self._struct_of(pending), slots.shape[0], *map(pointer, inputs), width)
 
     def take(self, pending: TreeTensors, wanted: TreesWanted, vocab_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         slots, roots, most, least = wanted

@@ -32,8 +32,9 @@ def test_every_kernel_is_checked() -> None:
     assert found.cells[0].value == 1 - len(failed) / 57
 
 
-def test_the_speed_of_decode_steps_is_measured() -> None:
+def test_the_speed_of_decode_steps_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the stand-in for graphs. The accept lengths are those that are simulated, as far as chains reach."""
+    monkeypatch.setattr(speed, "WARM_UP", 1)
     with recorded_graphs() as graphs:
         found = speed.report(CPU, is_tiny=True)
     assert shown(found, ["variant", "launched", "requests"]) == [
