@@ -23,8 +23,9 @@ ToolCallParserName = Literal[
     "pythonic",
     "gpt-oss",
     "openai",
+    "gemma4",
 ]
-ReasoningParserName = Literal["deepseek-r1", "deepseek_r1", "qwen3", "gpt-oss", "openai_gptoss"]
+ReasoningParserName = Literal["deepseek-r1", "deepseek_r1", "qwen3", "gpt-oss", "openai_gptoss", "gemma4"]
 
 
 def _listed(value: object) -> object:

@@ -1,4 +1,4 @@
-"""Reasoning models: separating `<think>...</think>`, or gpt-oss's channels, from the answer."""
+"""Reasoning models: separating `<think>...</think>`, Gemma 4's thought or gpt-oss's channels from the answer."""
 
 import re
 from collections.abc import Mapping
@@ -44,22 +44,25 @@ class ReasoningFormat(Protocol):
 
 
 class ThinkTags(NamedTuple):
-    """`<think>...</think>` before the answer."""
+    """`<think>...</think>`, or other marks, before the answer."""
 
-    is_always_open: bool  # the model reasons from its first token, even if neither it nor the prompt wrote <think>
+    is_always_open: bool  # the model reasons from its first token, even if neither it nor the prompt wrote `begin`
     has_special_tokens: bool = False
+    begin: str = THINK
+    end: str = END_THINK
+    next_parts: tuple[str, ...] = ()  # marks of what may follow reasoning without its end
 
     def is_open(self, prompt: str) -> bool:
         """Whether a completion of `prompt` starts with reasoning."""
         end = prompt.rstrip()
-        return end.endswith(THINK) or (self.is_always_open and not end.endswith(END_THINK))
+        return end.endswith(self.begin) or (self.is_always_open and not end.endswith(self.end))
 
     def before_grammar(self) -> "ThinkTags":
         """Reasoning without a mark could not be told from the answer."""
         return self._replace(is_always_open=False)
 
     def marks(self, prompt: str) -> ReasoningMarks:
-        return ReasoningMarks(THINK, (END_THINK,), self.is_open(prompt))
+        return ReasoningMarks(self.begin, (self.end, *self.next_parts), self.is_open(prompt))
 
     def with_reasoning(
         self,
@@ -72,11 +75,11 @@ class ThinkTags(NamedTuple):
 
         The grammar also stays as it is if the prompt ends after reasoning, and if the model's template knows none.
         """
-        knows_reasoning = self.is_open(prompt) or THINK in template or END_THINK in template
-        if not knows_reasoning or prompt.rstrip().endswith(END_THINK) or END_THINK in grammar.text:
+        knows_reasoning = self.is_open(prompt) or self.begin in template or self.end in template
+        if not knows_reasoning or prompt.rstrip().endswith(self.end) or self.end in grammar.text:
             return grammar
-        begin = "" if self.is_open(prompt) else THINK
-        reasoning = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": END_THINK}
+        begin = "" if self.is_open(prompt) else self.begin
+        reasoning = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": self.end}
         parts = {"type": "sequence", "elements": [reasoning, {"type": "regex", "pattern": r"\n?\n?"}]}
         preface = parts if self.is_open(prompt) else {"type": "optional", "content": parts}
         sequence = {"type": "sequence", "elements": [preface, as_format(grammar)]}
@@ -84,7 +87,7 @@ class ThinkTags(NamedTuple):
 
     def parser(self, prompt: str, keeps_marks: bool = False) -> Parser:
         sink = _MarkedReasoningSink() if keeps_marks else _ReasoningSink()
-        return Parser(lambda reader: _scan(reader, sink, self.is_open(prompt)), sink)
+        return Parser(lambda reader: _scan(reader, sink, self, self.is_open(prompt)), sink)
 
 
 _DEEPSEEK_R1 = ThinkTags(is_always_open=True)
@@ -95,6 +98,7 @@ REASONING_FORMATS: Mapping[ReasoningParserName, ReasoningFormat] = {
     "qwen3": ThinkTags(is_always_open=False),
     "gpt-oss": Channels(),
     "openai_gptoss": Channels(),
+    "gemma4": ThinkTags(False, True, "<|channel>thought", "<channel|>", ("<|tool_call>",)),  # vLLM's name
 }
 
 
@@ -138,14 +142,17 @@ class _MarkedReasoningSink(_ReasoningSink):
         self._content = Trimmer(keeps_leading=True)
 
 
-def _scan(reader: Reader, sink: _ReasoningSink, is_open: bool) -> Reading[None]:
+def _scan(reader: Reader, sink: _ReasoningSink, tags: ThinkTags, is_open: bool) -> Reading[None]:
     space: list[str] = []
     yield from reader.run(_SPACE, space.append)
-    is_marked = yield from reader.accept(THINK)
+    is_marked = yield from reader.accept(tags.begin)
     if is_marked or is_open:
-        sink.mark("".join(space) + (THINK if is_marked else ""))
-        sink.mark((yield from reader.through((END_THINK,), sink.reasoning)) or "")
+        sink.mark("".join(space) + (tags.begin if is_marked else ""))
+        marker = yield from reader.through((tags.end, *tags.next_parts), sink.reasoning)
+        sink.mark(tags.end if marker == tags.end else "")
         sink.end_reasoning()
+        if marker in tags.next_parts:
+            sink.content(marker)
     else:
         sink.content("".join(space))
     yield from reader.rest(sink.content)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from specray.server.config import ToolCallParserName
 from specray.server.model_output.channels import FINAL, MESSAGE
 from specray.server.model_output.parser import Parser
-from specray.server.tool_calls import deepseek, harmony, hermes, llama3, mistral, pythonic
+from specray.server.tool_calls import deepseek, gemma4, harmony, hermes, llama3, mistral, pythonic
 from specray.server.tool_calls.calls import CallSink, Scan
 from specray.server.tool_calls.syntax import CallSyntax, json_syntax
 
@@ -71,6 +71,11 @@ _PYTHONIC = ToolFormat(pythonic.scan, _LLAMA3.syntax, has_special_tokens=True)
 # `<|call|>` ends the output, as the end of a grammar does.
 HARMONY = ToolFormat(harmony.scan, CallSyntax(harmony.BEGIN, "", harmony.SEPARATOR), has_special_tokens=True)
 
+# A JSON schema cannot constrain Gemma's strings, so forced calls have arguments in JSON, which the scanner reads too.
+_GEMMA4 = ToolFormat(
+    gemma4.scan, CallSyntax(f"{gemma4.OPEN}{gemma4.CALL}{{name}}", gemma4.CLOSE, ""), has_special_tokens=True
+)
+
 TOOL_FORMATS: Mapping[ToolCallParserName, ToolFormat] = {
     "hermes": _HERMES,
     "qwen": _HERMES,
@@ -85,6 +90,7 @@ TOOL_FORMATS: Mapping[ToolCallParserName, ToolFormat] = {
     "pythonic": _PYTHONIC,
     "gpt-oss": HARMONY,
     "openai": HARMONY,
+    "gemma4": _GEMMA4,
 }
 
 
@@ -98,6 +104,7 @@ class _Signature(NamedTuple):
 
 _SIGNATURES = (
     _Signature("gpt-oss", (FINAL + MESSAGE,)),
+    _Signature("gemma4", (gemma4.OPEN,)),
     _Signature("deepseekv3", (deepseek.CALL_BEGIN, deepseek.BLOCK)),
     _Signature("deepseekv31", (deepseek.CALL_BEGIN,)),
     _Signature("mistral", (mistral.MARKER,)),

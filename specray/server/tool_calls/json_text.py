@@ -28,6 +28,7 @@ _WORDS: Mapping[str, str] = {
     **dict.fromkeys(("null", "None", "undefined", "NaN", "nan", "Infinity", "-Infinity", "inf", "-inf"), "null"),
 }
 _QUOTES = "\"'"
+_STRING_MARK = '<|"|>'  # Gemma 4's, around strings in which nothing is escaped
 _SAME_ESCAPES = '"\\/bfnrt'
 _HEX_ESCAPES = {"x": 2, "u": 4, "U": 8}  # digits
 _SECOND_HALF = r"\\u([dD][c-fC-F][0-9a-fA-F]{2})"
@@ -119,10 +120,10 @@ class _Copy:
 
     def _member(self) -> Reading[bool]:
         """Read a key and its value, which is null if it is missing. False if no key follows."""
-        char = yield from self._reader.peek()
-        if char in _STRING_PARTS:
+        quote = yield from self._quote()
+        if quote:
             self._emit(self._separator)
-            yield from self._string(char)
+            yield from self._string(quote)
         elif word := (yield from self._word()):
             self._emit(self._separator + json.dumps(word, ensure_ascii=False))
         else:
@@ -147,9 +148,9 @@ class _Copy:
             self._emit(separator + _OPENINGS[char])
             self._open.append(_CLOSING_OF[_OPENINGS[char]])
             self._separator = ""
-        elif char in _STRING_PARTS:
+        elif quote := (yield from self._quote()):
             self._emit(separator)
-            yield from self._string(char)
+            yield from self._string(quote)
         elif word := (yield from self._word()):
             self._emit(separator + _scalar(word))
         else:
@@ -164,9 +165,21 @@ class _Copy:
             self._refuse_cut()  # the word may have gone on
         return "".join(word)
 
+    def _quote(self) -> Reading[str]:
+        """What opens the string that follows; "" if none does."""
+        char = yield from self._reader.peek()
+        if char == _STRING_MARK[0] and (yield from self._reader.peek(len(_STRING_MARK))) == _STRING_MARK:
+            return _STRING_MARK
+        return char if char in _STRING_PARTS else ""
+
     def _string(self, quote: str) -> Reading[None]:
         yield from self._reader.expect(quote)
         self._emit('"')
+        if quote == _STRING_MARK:
+            if (yield from self._reader.through((quote,), self._characters)) is None:
+                self._refuse_cut()
+            self._emit('"')
+            return
         while True:
             yield from self._reader.run(_STRING_PARTS[quote], self._characters)
             if not (yield from self._reader.accept("\\")):

@@ -85,6 +85,17 @@ CASES: list[tuple[ToolCallParserName, str, str, Calls]] = [
     ("mistral", 'Yes.[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}[TOOL_CALLS]f[CALL_ID]x1[ARGS]{}', "Yes.", BOTH),
     ("mistral", '[TOOL_CALLS] {"name": "f", "arguments": {}}', "", [("f", {})]),
     ("mistral", "[TOOL_CALLS]nothing", "[TOOL_CALLS]nothing", []),
+    ("gemma4", 'So.<|tool_call>call:get_weather{city:<|"|>Paris<|"|>}<tool_call|>', "So.", WEATHER),
+    ("gemma4", '<|tool_call>call:get_weather{"city": "Paris"}<tool_call|><|tool_call>call:f{}<tool_call|>', "", BOTH),
+    (
+        "gemma4",
+        '<|tool_call>call:f{a:<|"|>1 "\\, {<|"|>,b:[1,-2.5,true],c:{d:null,e:[<|"|><|"|>]}}<tool_call|>',
+        "",
+        [("f", {"a": '1 "\\, {', "b": [1, -2.5, True], "c": {"d": None, "e": [""]}})],
+    ),
+    ("gemma4", "<|tool_call>call:f{}", "", [("f", {})]),
+    ("gemma4", "<|tool_call>call:rm{}<tool_call|>", "<|tool_call>call:rm{}<tool_call|>", []),
+    ("gemma4", "<|tool_call>call:f <|tool", "<|tool_call>call:f <|tool", []),
     (
         "deepseekv3",
         deepseek(
@@ -341,6 +352,7 @@ TEMPLATES: dict[str, ToolCallParserName | None] = {
     deepseek("[calls▁begin][call▁begin]{{ name }}[sep]{{ arguments }}"): "deepseekv31",
     "[func_name1(params_name1=params_value1)]": "pythonic",
     "{{ tools }}<|start|>assistant<|channel|>final<|message|>": "gpt-oss",
+    "<|tool_call>call:{{ name }}{": "gemma4",
     "{{ messages }}": None,
 }
 
