@@ -80,10 +80,10 @@ def load(path: Path) -> Json:
     return document
 
 
-def summary(app: AppConfig) -> str:
-    """Model, type, drafting method and tensor parallelism of an application."""
+def summary(app: AppConfig, dtype: str | None = None) -> str:
+    """Model, type, drafting method and tensor parallelism of an application. `dtype` is what `auto` has become."""
     drafts = app.speculative.drafter_name or "no speculation"
-    return f"{app.model}, {app.dtype}, {drafts}, tensor parallel {app.tp_size}"
+    return f"{app.model}, {dtype or app.dtype}, {drafts}, tensor parallel {app.tp_size}"
 
 
 def _parse(document: Json, source: str) -> ServeDeploySchema:

@@ -218,7 +218,7 @@ def _start_applications(deploy: ServeDeploySchema, apps: dict[str, AppConfig]) -
             raise StartError(f"{error} {_reasons(name)}") from None
         url = f"{'https' if http.ssl_certfile else 'http'}://{reachable(http.host)}:{http.port}{prefixes[name]}"
         _wait_until_ready(url)
-        yield _announcement(url, config)
+        yield _announcement(url, config, serve.get_app_handle(name).dtype.remote().result(timeout_s=ASK_S))
 
 
 def _level_of_serve(apps: Iterable[AppConfig]) -> str:
@@ -258,11 +258,11 @@ def _is_ready(url: str) -> bool:
         return False
 
 
-def _announcement(url: str, config: AppConfig) -> str:
+def _announcement(url: str, config: AppConfig, dtype: str | None) -> str:
     key = " -H 'Authorization: Bearer KEY'" if config.server.api_key_file else ""
     body = f'{{"model": "{config.model_name}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
     curl = f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
-    return f"ready: {summary(config)} at {url}; try: {curl}"
+    return f"ready: {summary(config, dtype)} at {url}; try: {curl}"
 
 
 def _drain(name: str, longest_s: float) -> None:

@@ -32,6 +32,11 @@ class OpenAIIngress:
         )
         self._router_pool.start()
 
+    async def dtype(self) -> str | None:
+        """The type that the engines compute in; None before one is connected."""
+        info = self._router_pool.info
+        return None if info is None else info.dtype
+
     async def drain(self) -> int:
         """See `RouterPool.drain`."""
         return await self._router_pool.drain()

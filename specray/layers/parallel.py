@@ -106,3 +106,11 @@ class RankGroup:
 
     def _broadcast(self, buffer: bytearray) -> None:
         dist.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), 0, group=self._cpu)
+
+
+class SilentRank(RankGroup):
+    """The first of `size` ranks that are not there, for what one's part of a model would be. It has no collectives."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size

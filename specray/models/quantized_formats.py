@@ -56,7 +56,10 @@ def checkpoint_format(folder: Path) -> Format | None:
         return None  # the reader of the rest of the file describes the problem
     if not isinstance(content, dict):
         return None
+    text = content.get("text_config")
     settings = content.get("quantization_config") or content.get("compression_config")
+    if not settings and isinstance(text, dict):  # of an image model, as Kimi-K2.5's
+        settings = text.get("quantization_config")
     if not settings:
         return None
     if not isinstance(settings, dict):

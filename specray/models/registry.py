@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import (
 
 from specray.config import EngineConfig, ModelImpl
 from specray.errors import ConfigError, first_of
-from specray.layers.parallel import RankGroup
+from specray.layers.parallel import RankGroup, SilentRank
 from specray.layers.rotary import has_fixed_length, num_positions
 from specray.models.causal_lm import CausalLM
 from specray.models.config_keys import check_keys
@@ -167,9 +167,11 @@ def _layer_attention(config: PretrainedConfig, max_positions: int) -> list[Layer
 
 
 def check_ranks(config: PretrainedConfig, tp_size: int) -> None:
-    """ConfigError if the ranks cannot share a model's heads."""
+    """ConfigError if the ranks cannot share a model."""
     if not is_native(config):
-        return  # `split_skeleton` knows
+        if tp_size > 1:
+            shape_of(config, SilentRank(tp_size))
+        return
     num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     check_heads(config.num_attention_heads, num_kv_heads, tp_size)
 
@@ -202,7 +204,8 @@ def load_model(
 ) -> TargetModel:
     """The model with this rank's part of the weights; `screens_output`: see Loader."""
     model_config = load_config(folder, config.model_impl)
-    check_ranks(model_config, group.size)
+    if is_native(model_config):  # else the model splits itself
+        check_ranks(model_config, group.size)
     dtype = resolve_dtype(config.dtype, model_config, device)
     check_quantization(config.quantization, device, dtype)
     loader = Loader(

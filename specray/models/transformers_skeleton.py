@@ -24,6 +24,7 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 from transformers.integrations.moe import ExpertsInterface
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from specray.errors import ConfigError
 
@@ -140,16 +141,13 @@ ExpertsInterface.register(IMPLEMENTATION, _mix)
 def build_skeleton(config: PretrainedConfig, dtype: torch.dtype) -> Any:
     """transformers' causal language model (a PreTrainedModel) on the meta device. ConfigError if it has none.
 
-    It is the image or audio model itself, without what reads images, where transformers has no class for the language
-    model alone (`multimodal_config`, see `load_config`). Its attention and experts call what `computing` sets.
+    Of an image or audio model (`multimodal_config`, see `load_config`) it is the model itself, without what reads
+    images and sounds: some language models have no class of their own. Its attention and experts call what `computing`
+    sets.
     """
-    whole = getattr(config, "multimodal_config", None)
-    auto: Any = AutoModelForCausalLM if whole is None else AutoModelForMultimodalLM
     try:
         with torch.device("meta"), no_init_weights():
-            model: Any = auto.from_config(
-                whole or config, attn_implementation=IMPLEMENTATION, dtype=dtype, trust_remote_code=False
-            )
+            model = _from_config(config, dtype)
     except KeyError as error:
         raise ConfigError(
             f"transformers' modules of model_type={config.model_type} do not call an attention function that can be "
@@ -161,12 +159,26 @@ def build_skeleton(config: PretrainedConfig, dtype: torch.dtype) -> Any:
         ) from error
     if any(hasattr(module, "has_gate") for module in model.modules()):  # of use_experts_implementation
         model.set_experts_implementation(IMPLEMENTATION)
-    if whole is not None:
+    if hasattr(config, "multimodal_config"):
         _remove_encoders(model)
     for module in list(model.modules()):
         if isinstance(getattr(module, "indexer", None), nn.Module):
             module.indexer = _NoIndexer()
     return model.eval()
+
+
+def _from_config(config: PretrainedConfig, dtype: torch.dtype) -> Any:
+    make: Any
+    options: Any = {"attn_implementation": IMPLEMENTATION, "dtype": dtype, "trust_remote_code": False}
+    if hasattr(config, "multimodal_config"):
+        make = AutoModelForMultimodalLM.from_config
+        try:
+            return make(config.multimodal_config, **options)
+        except ImportError:  # of a package that its encoders need
+            if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+                raise
+    make = AutoModelForCausalLM.from_config
+    return make(config, **options)
 
 
 class _NoIndexer(nn.Module):

@@ -4,6 +4,7 @@ transformers' own tables say which tensors of a checkpoint become which paramete
 stored one by one. As soon as a module has its weights, it is packed: no more than one module is in memory twice.
 """
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -32,6 +33,9 @@ from specray.models.transformers_layers import (
 )
 from specray.models.transformers_parallel import Part, Split
 from specray.models.transformers_skeleton import AttentionCall, decoder_of
+
+# How checkpoints of image models name a language model that is built alone: packages for their encoders are missing.
+_LANGUAGE_MODEL = re.compile(r"^model\.language_model\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +154,11 @@ def _renamed(
     """(the parameter that a stored tensor belongs to, the pattern of its converter)."""
     if stored in state and not any(converter.rename_source_key(stored)[1] for converter in converters):
         return stored, None
-    name, pattern = rename_source_key(stored, renamings, converters, prefix, state)
-    return name, pattern
+    for candidate in (stored, _LANGUAGE_MODEL.sub(f"{prefix}.", stored)):
+        name, pattern = rename_source_key(candidate, renamings, converters, prefix, state)
+        if name in state:
+            return name, pattern
+    return stored, None
 
 
 class _Filling:

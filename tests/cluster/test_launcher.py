@@ -45,7 +45,6 @@ class Served:
             *SERVE,
             f"--model={model}",
             f"--port={self.port}",
-            "--dtype=float32",
             "--device=cpu",
             "--num-threads=1",
             "--max-total-tokens=4096",
@@ -93,9 +92,10 @@ def served(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 def test_flags_configure_the_server(served: Served, tiny_model: Path) -> None:
     """Two ranks give the text of one."""
     url = f"http://127.0.0.1:{served.port}"
+    assert re.search("(float32|bfloat16), NGRAM", served.announcement()), "the type that `auto` has become"
     assert f"NGRAM, tensor parallel 2 at {url}; try: curl {url}/v1/chat/completions " in served.announcement()
     params = [SamplingParams(max_tokens=48, temperature=temperature, seed=4) for temperature in (0.0, 0.8)]
-    with LLM(model=str(tiny_model), dtype="float32", device="cpu", max_total_tokens=4096) as llm:
+    with LLM(model=str(tiny_model), device="cpu", max_total_tokens=4096) as llm:
         expected = [generation.choices[0].text for generation in llm.generate(["a b a b"] * 2, params)]
     for param, text in zip(params, expected, strict=True):
         body = {"prompt": "a b a b", "max_tokens": 48, "temperature": param.temperature, "seed": 4}

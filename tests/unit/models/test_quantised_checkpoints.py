@@ -27,6 +27,7 @@ from specray.ops.cpu.matrix import PackedMatrix
 from specray.ops.linear import concat, make_gated, make_linear
 from specray.sampling_params import SamplingParams
 from tests.support.architectures import write_architecture
+from tests.support.decoders import logits_in_chunks, logits_of, write_decoder
 from tests.support.engine import generate
 from tests.support.methods import METHODS as DRAFTING
 from tests.support.mtp import write_deepseek
@@ -194,6 +195,49 @@ def test_a_mixture_in_awq_leaves_its_router_alone(tmp_path: Path) -> None:
     write_architecture("qwen3-moe", tmp_path)
     method = Method(METHODS["awq of whole columns"].config, METHODS["awq of whole columns"].quantise)
     assert torch.equal(logits(quantise_model(tmp_path, tmp_path / "quantised", method)), logits(tmp_path))
+
+
+IN_MODULES: dict[str, Method] = {
+    "fp8": METHODS["fp8 in blocks"],
+    "awq": METHODS["awq of whole columns"],
+    "gptq": Method(
+        METHODS["gptq"].config | {"group_size": -1},
+        lambda weights: gptq(weights, 4, weights.shape[1], True, False, 1),
+    ),
+    "compressed-tensors": METHODS["compressed int8"],
+}
+
+
+def module_logits(folder: Path, **options: Any) -> torch.Tensor:
+    config = EngineConfig(model=str(folder), dtype="float32", device="cpu", model_impl="transformers", **options)
+    return logits_in_chunks(load_model(folder, config, RankGroup(), CPU, progress=False), TOKENS, len(TOKENS))
+
+
+@pytest.mark.parametrize("decoder", ["smollm3", "glm4_moe"])
+@pytest.mark.parametrize("name", IN_MODULES)
+def test_transformers_modules_and_experts_have_the_expanded_weights(name: str, decoder: str, tmp_path: Path) -> None:
+    write_decoder(decoder, tmp_path)
+    before = module_logits(tmp_path)
+    quantised = quantise_model(tmp_path, tmp_path / "quantised", IN_MODULES[name])
+    assert torch.equal(module_logits(quantised), expanded := module_logits(tmp_path))
+    assert not torch.equal(expanded, before), "the quantiser changes the weights"
+
+
+def test_an_image_models_text_config_may_say_how_it_is_quantised(tmp_path: Path) -> None:
+    """As Kimi-K2.5's does, with its names: transformers writes others."""
+    reference = write_decoder("kimi_k25", tmp_path)
+    before = logits_of(reference, TOKENS)
+    file = tmp_path / "model.safetensors"
+    published = {name.replace("model.blocks.", "model.layers."): part for name, part in load_file(file).items()}
+    assert "language_model.model.layers.1.mlp.experts.5.down_proj.weight" in published
+    save_file(published, file)
+    torch.testing.assert_close(module_logits(tmp_path), before, atol=1e-4, rtol=0.0)
+    quantised = quantise_model(tmp_path, tmp_path / "quantised", METHODS["compressed int8"])
+    path = quantised / "config.json"
+    config = json.loads(path.read_text())
+    config["text_config"]["quantization_config"] = config.pop("quantization_config")
+    path.write_text(json.dumps(config))
+    assert torch.equal(module_logits(quantised), module_logits(tmp_path))
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

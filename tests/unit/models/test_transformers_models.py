@@ -1,6 +1,7 @@
 """Loading transformers' modules: language models of image models, quantised weights, and what is refused."""
 
 import json
+import re
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from specray.models.target_model import TargetModel
 from specray.models.transformers_parallel import split_skeleton
 from specray.models.transformers_skeleton import attention_calls, build_skeleton
 from specray.ops.cpu.library import kernels
+from specray.spec_decode.model_files import check_model_files
 from tests.support.decoders import SMALL, decoder_config, logits_in_chunks, logits_of, write_decoder
 
 TOKENS = [0, 5, 63, 17, 17, 40, 2, 9, 9, 31, 50, 8]
@@ -59,6 +61,18 @@ def test_a_language_model_that_transformers_has_within_an_image_model_only_is_se
     path = tmp_path / "config.json"
     text = json.loads(path.read_text())["text_config"]
     path.write_text(json.dumps(text | {"architectures": ["Step3p5ForCausalLM"], "dtype": "float32"}))
+    torch.testing.assert_close(logits(load(tmp_path)), logits_of(reference, TOKENS), atol=1e-4, rtol=0.0)
+
+
+def test_a_language_model_is_served_without_the_packages_that_its_encoders_need(tmp_path: Path) -> None:
+    """Gemma 3n's encoder of images needs timm."""
+    reference = write_decoder("gemma3n", tmp_path)
+    whole = transformers.Gemma3nConfig(text_config=decoder_config("gemma3n").to_dict())
+    whole.architectures, whole.tie_word_embeddings = ["Gemma3nForConditionalGeneration"], False
+    whole.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    renamed = {re.sub("^model.", "model.language_model.", name): part for name, part in load_file(file).items()}
+    save_file(renamed, file, {"format": "pt"})
     torch.testing.assert_close(logits(load(tmp_path)), logits_of(reference, TOKENS), atol=1e-4, rtol=0.0)
 
 
@@ -110,6 +124,16 @@ def test_a_rank_has_half_of_the_heads_and_a_plan_is_needed() -> None:
     assert {(call.num_heads, call.num_kv_heads) for call in attention_calls(skeleton)} == {(2, 1)}
     with pytest.raises(ConfigError, match="tp_size=2: transformers has no plan that splits model_type=gpt2"):
         split_skeleton(build_skeleton(decoder_config("gpt2"), torch.float32), FakeGroup())
+
+
+def test_ranks_that_cannot_share_a_model_are_refused_before_it_is_loaded(tmp_path: Path) -> None:
+    for name, tp_size, problem in (
+        ("gpt2", 2, "no plan that splits model_type=gpt2"),
+        ("smollm3", 3, "cannot share 4 q"),
+    ):
+        write_decoder(name, tmp_path / name)
+        with pytest.raises(ConfigError, match=f"tp_size={tp_size}.*{problem}"):
+            check_model_files(EngineConfig(model=str(tmp_path / name), tp_size=tp_size), progress=False)
 
 
 def test_layers_that_mix_tokens_beside_attention_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
