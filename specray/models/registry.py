@@ -107,7 +107,7 @@ def _transformers_config(folder: Path) -> PretrainedConfig:
         config.dtype = config.dtype or whole.dtype
         config.tie_word_embeddings = whole.tie_word_embeddings
         config.multimodal_config = whole
-    check_keys(folder / "config.json", config, honoured=dir(type(config)))
+    check_keys(folder / "config.json", config, honoured={*dir(type(config)), *type(config).attribute_map})
     config.is_native = False
     _check_numbers(folder, config, _COMMON_SIZES, ())
     return cast("PretrainedConfig", config)
