@@ -39,12 +39,15 @@ def _nextn(last_norm: str, copies: tuple[str, ...], **settings: Any) -> Publishe
     return Published("model.layers.#.", (*names,), settings, copies=copies)  # type: ignore[arg-type]
 
 
+_SPARSE: dict[str, Any] = {"layer_types": ["indexed_attention"], "mlp_layer_types": ["sparse"]}
 _QWEN = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
 _ERNIE = ("mtp_emb_norm.*", "mtp_hidden_norm.*", "mtp_linear_proj.*", "norm")
 _COPIES = ("model.layers.#.embed_tokens.weight", "model.layers.#.shared_head.head.weight")
 FAMILIES: dict[str, Published] = {
     "glm4_moe": _nextn("shared_head.norm", _COPIES, first_k_dense_replace=0),
     "glm4_moe_lite": _nextn("shared_head.norm", _COPIES, mlp_layer_types=["sparse"]),
+    "glm_moe_dsa": _nextn("shared_head.norm", _COPIES, **_SPARSE),
+    "deepseek_v32": _nextn("shared_head.norm", _COPIES, **_SPARSE),
     "hy_v3": _nextn("final_layernorm", (), mlp_layer_types=["sparse"]),
     "mimo_v2_flash": Published(
         "model.mtp.layers.*.",

@@ -10,6 +10,7 @@ in SGLang and transformers (vLLM passes MiMo's layer the state before that norm)
 with these layers.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +39,8 @@ from specray.ops.cpu.attention import PagedAttend
 from specray.ops.layer_attention import LayerAttention
 
 TRAINED = 0  # the number of the layer that SpecRay trains, in MiMo's layout
-_COPIES = ("embed_tokens.weight", "shared_head.head.weight", "shared_head.weight", "rotary_emb.inv_freq")
+# Copies of the target's matrices and tables, and what chooses the keys of sparse attention, which is not computed.
+_UNREAD = re.compile(r".*\.(?:(?:embed_tokens|shared_head(?:\.head)?)\.weight|rotary_emb\.inv_freq|indexer\..+)")
 
 
 def holds_mtp_layers(folder: Path, load_format: str) -> bool:
@@ -297,11 +299,11 @@ def _check_target(folder: Path, config: PretrainedConfig, target: ModelShape) ->
 
 
 def _check_rest(loader: Loader, layout: Layout, numbers: Sequence[int]) -> None:
-    """ConfigError if a layer has tensors that nothing has read, other than copies of the target's."""
+    """ConfigError if a layer has tensors that nothing has read, although they change what it computes."""
     unused = [
         name
         for name in loader.unused()
-        if any(layout.owns(name, number) for number in numbers) and not name.endswith(_COPIES)
+        if any(layout.owns(name, number) for number in numbers) and not _UNREAD.fullmatch(name)
     ]
     if unused:
         raise ConfigError(
