@@ -5,10 +5,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
+import pytest
 
 from cluster.config import AppConfig
 from specray.config import SpeculativeConfig
 from specray.llm import LLM
+from specray.ops.cpu.library import kernels
 from specray.sampling_params import SamplingParams
 from tests.support.engine import make_llm
 from tests.support.gpt_oss import harmony_tokenizer, write_gpt_oss
@@ -16,6 +18,7 @@ from tests.support.local_server import local_server, served
 from tests.support.public_heads import NUM_LAYERS, PUBLISHED, small_head
 
 HEADS = [name for name in PUBLISHED if "gpt-oss" in name]
+IN_BFLOAT16 = pytest.mark.skipif(kernels() is None, reason="torch's operations promise this in float32 only")
 PROMPTS = [[0, *range(4, 40)], [5, 6, 7], [9] * 20]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 SAMPLED = [SamplingParams(temperature=1.0, seed=seed, max_tokens=24, ignore_eos=True) for seed in range(len(PROMPTS))]
@@ -25,14 +28,18 @@ def texts_of(llm: LLM, params: SamplingParams | Sequence[SamplingParams]) -> lis
     return [generation.choices[0].token_ids for generation in llm.generate(PROMPTS, params)]
 
 
-def test_heads_of_every_published_layout_change_no_text(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "heads"), [("float32", HEADS), pytest.param("bfloat16", HEADS[:2], marks=IN_BFLOAT16)]
+)
+def test_heads_of_every_published_layout_change_no_text(dtype: str, heads: list[str], tmp_path: Path) -> None:
     """With windows, YaRN and sinks."""
     assert len(HEADS) == 6
     write_gpt_oss(tmp_path, num_layers=NUM_LAYERS, hidden_size=32)
-    with make_llm(tmp_path) as llm:
+    with make_llm(tmp_path, dtype=dtype) as llm:
+        assert llm._executor.worker.capacity.has_one_text
         greedy, sampled = texts_of(llm, GREEDY), texts_of(llm, SAMPLED)
         assert greedy != sampled
-        for number, name in enumerate(HEADS):
+        for number, name in enumerate(heads):
             head = small_head(name)
             if "v3" in name:  # as published: also what leaves the last layer
                 head.config["eagle_aux_hidden_state_layer_ids"] = [2, 4, NUM_LAYERS]

@@ -126,18 +126,16 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return harmony_tokenizer()
 
 
-@pytest.mark.parametrize(("text", "reasoning", "content", "calls"), [CASES[index] for index in (0, 3, 5, 12, 17)])
-@pytest.mark.parametrize("server_options", [{}, {"reasoning_parser": "gpt-oss"}, {"tool_call_parser": "openai"}])
+@pytest.mark.parametrize(
+    ("case", "server_options"),
+    [(case, {}) for case in (0, 3, 5, 12, 17)]
+    + [(5, {"reasoning_parser": "gpt-oss"}), (5, {"tool_call_parser": "openai"})],
+)
 def test_every_api_reads_the_channels(
-    serve: Serve,
-    tokenizer: PreTrainedTokenizerFast,
-    text: str,
-    reasoning: str,
-    content: str,
-    calls: Calls,
-    server_options: dict[str, Any],
+    serve: Serve, tokenizer: PreTrainedTokenizerFast, case: int, server_options: dict[str, Any]
 ) -> None:
     """Recognized by the chat template, or by either option."""
+    text, reasoning, content, calls = CASES[case]
     if server_options:
         tokenizer.chat_template = "{{ messages[-1].content }}{# tools, tool_calls #}"
 
