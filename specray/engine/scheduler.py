@@ -31,9 +31,8 @@ class Scheduler:
 
     def __init__(self, config: EngineConfig, capacity: Capacity) -> None:
         self.pool = BlockPool(capacity.num_blocks)
-        self.cache = RadixCache(
-            self.pool, config.page_size, enabled=not config.disable_radix_cache, lookahead=capacity.reads_next_token
-        )
+        is_cached = capacity.shares_prefixes and not config.disable_radix_cache
+        self.cache = RadixCache(self.pool, config.page_size, enabled=is_cached, lookahead=capacity.reads_next_token)
         self.block_size = config.page_size
         # Prompt tokens of a step and of one request in it: usually, and few while other requests decode and wait.
         mixed = min(capacity.mixed_prefill_tokens, config.max_prefill_tokens)

@@ -1,7 +1,7 @@
 """What the worker and the drafters know of a target: its sizes, and its forward pass."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from specray.layers.linear import VocabEmbedding, VocabHead
 from specray.ops.attention import Attend, AttentionBackend
 from specray.ops.layer_attention import LayerAttention
+from specray.ops.states import StateShape
 from specray.ops.step_tensors import LargestLogits
 
 BEFORE_FINAL_NORM = -1  # an index of aux hidden states, see TargetModel
@@ -31,12 +32,20 @@ class ModelShape:
     num_local_heads: int
     num_local_kv_heads: int
     head_dim: int
-    num_shared_kv_layers: int = field(default=0, kw_only=True)  # layers that read the KV of a layer before them
+    _: KW_ONLY
+    num_shared_kv_layers: int = 0  # layers that read the KV of a layer before them
+    num_state_layers: int = 0  # layers that have states instead of KV
+    states: tuple[StateShape, ...] = ()  # of a request, one for each operation with states, in the order of a pass
 
     @property
     def num_kv_layers(self) -> int:
         """Layers of the KV pool."""
-        return self.num_layers - self.num_shared_kv_layers
+        return self.num_layers - self.num_shared_kv_layers - self.num_state_layers
+
+    @property
+    def state_bytes(self) -> int:
+        """Of a request, beside its KV."""
+        return sum(state.num_bytes for state in self.states)
 
 
 class TargetModel(Protocol):

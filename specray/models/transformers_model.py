@@ -5,7 +5,7 @@ as for other models. What the modules compute beside attention and matrices is t
 `config.json`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,18 +33,20 @@ from specray.models.transformers_skeleton import (
     computing,
     decoder_of,
 )
+from specray.models.transformers_states import state_layers
 from specray.models.transformers_weights import StoredNames, load_weights
-from specray.ops.attention import Attend
+from specray.ops.attention import Attend, make_zeros
 from specray.ops.grouped_weight import Weight
 from specray.ops.layer_attention import LayerAttention, pack_kv
 from specray.ops.linear import is_row_wise
+from specray.ops.states import StatefulAttend, StatePass, StateRows, States
 
 
 def transformers_shape(config: PretrainedConfig, group: RankGroup) -> ModelShape:
     """Sizes of the model that a TransformersModel of `config` is on a rank. ConfigError if it cannot be one."""
     skeleton = build_skeleton(config, torch.float32)
     split_skeleton(skeleton, group)
-    return _shape(config, attention_calls(skeleton))
+    return _shape(config, skeleton, attention_calls(skeleton))
 
 
 class TransformersModel(LanguageModel):
@@ -59,10 +61,10 @@ class TransformersModel(LanguageModel):
         split = split_skeleton(model, loader.group)
         calls = attention_calls(model)
         body = decoder_of(model)
-        layers = _decoder_layers(body, len(calls))
+        layers = _decoder_layers(body, len(calls) + len(state_layers(body)))
         stored = load_weights(model, loader, split, calls)
         embedding = model.get_input_embeddings().weight.data
-        self.shape = replace(_shape(config, calls), tied=stored.output is None)
+        self.shape = replace(_shape(config, model, calls), tied=stored.output is None)
         self.max_positions = max_positions
         self.embedding = VocabEmbedding(embedding, RankGroup())
         is_screened = loader.screens_output and loader.group.size == 1
@@ -72,13 +74,15 @@ class TransformersModel(LanguageModel):
         )
         self._body = body
         self._streams = _Streams(layers)
+        for layer in state_layers(body):
+            layer.pack()
         sinks, self.is_row_wise = self._trial()
         attending = [
             pooled(call, _local_sinks(of_layer, call, loader.group), max_positions)
-            for call, of_layer in zip(calls, sinks, strict=True)
+            for call, of_layer in zip(calls.values(), sinks, strict=True)
             if call.source is None
         ]
-        self._reads = [(layer, attending[layer]) for layer in _pool_layers(calls)]
+        self._reads = [(layer, attending[layer]) for layer in _pool_layers(calls.values())]
         self.layer_attention: Sequence[LayerAttention] | None = None if _are_default(attending) else attending
 
     def forward(
@@ -86,7 +90,9 @@ class TransformersModel(LanguageModel):
     ) -> tuple[Tensor, list[Tensor]]:
         """See TargetModel."""
         self._streams.start(aux_hidden_state_layers)
-        final = self._decode(token_ids, positions, PooledAttention(attend, self._reads))
+        kept = attend.states if isinstance(attend, StatefulAttend) else None
+        attention = PooledAttention(attend, self._reads)
+        final = decode(self._body, positions, attention, kept, input_ids=token_ids[None])
         states = self._streams.taken | {self.shape.num_layers: final}
         return final, [states[index] for index in aux_hidden_state_layers]
 
@@ -95,13 +101,14 @@ class TransformersModel(LanguageModel):
 
         ConfigError if a token depends on others in another way than by attention.
         """
+        states = [self._states_apart(count) for count in (2, 2, 3)]  # made before operations are recorded
         with Recorder(self._body) as recorder:
-            sinks, _ = self._without_attention([0, 0], [0, 1])
+            sinks, _ = self._without_attention([0, 0], [0, 1], states[0])
         compute_row_wise({module for modules in recorder.found.values() for module in modules})
         with Recorder(self._body) as left:
-            _, few = self._without_attention([0, 0], [0, 1])
+            _, few = self._without_attention([0, 0], [0, 1], states[1])
             self.head.shard(few)
-        _, more = self._without_attention([1, 1, 0], [0, 2, 1])
+        _, more = self._without_attention([1, 1, 0], [0, 2, 1], states[2])
         one, same = few[1].float(), more[2].float()
         if not torch.allclose(one, same, rtol=0.05, atol=0.05, equal_nan=True):
             raise ConfigError(
@@ -113,23 +120,28 @@ class TransformersModel(LanguageModel):
         return sinks, not left.found and has_same_bits and has_same_sums
 
     @torch.no_grad()
-    def _without_attention(self, token_ids: list[int], positions: list[int]) -> tuple[list[Tensor | None], Tensor]:
+    def _without_attention(
+        self, token_ids: list[int], positions: list[int], states: States
+    ) -> tuple[list[Tensor | None], Tensor]:
         """(each layer's sinks, final hidden states [T, hidden]) if every token saw nothing but itself."""
         self._streams.start(())
         attention = OwnValues()
         ids, places = (torch.tensor(values, device=self.embedding.weight.device) for values in (token_ids, positions))
-        final = self._decode(ids, places, attention)
-        return attention.sinks, final
+        return attention.sinks, decode(self._body, places, attention, states, input_ids=ids[None])
 
-    def _decode(self, token_ids: Tensor, positions: Tensor, attention: AttentionFunction) -> Tensor:
-        """The final hidden states [T, hidden] of int64 [T]."""
-        return decode(self._body, positions, attention, input_ids=token_ids[None])
+    def _states_apart(self, count: int) -> States:
+        """Those of a pass over `count` tokens that see nothing but themselves."""
+        device = self.embedding.weight.device
+        pools = [make_zeros((1, *state.shape), state.dtype, device) for state in self.shape.states]
+        return StatePass(pools, StateRows.apart(count))
 
 
-def decode(body: nn.Module, positions: Tensor, attention: AttentionFunction, **inputs: Any) -> Tensor:
+def decode(
+    body: nn.Module, positions: Tensor, attention: AttentionFunction, states: States | None = None, **inputs: Any
+) -> Tensor:
     """The output [T, hidden] of a decoder for `inputs` [1, T, ...], token ids or embeddings, at int64 positions [T]."""
     mask = torch.empty(UNUSED_MASK_SHAPE, device=positions.device)
-    with computing(attention, _mix):
+    with computing(attention, _mix, states):
         out = body(position_ids=positions[None], attention_mask=mask, use_cache=False, **inputs)
     final: Tensor = out[0][0]
     return final
@@ -188,7 +200,7 @@ def pooled(call: AttentionCall, sinks: Tensor | None, max_positions: int) -> Lay
     return LayerAttention(window, scale, call.softcap, sinks, call.num_heads, call.num_kv_heads, head_dim)
 
 
-def _pool_layers(calls: Sequence[AttentionCall]) -> list[int]:
+def _pool_layers(calls: Iterable[AttentionCall]) -> list[int]:
     """The layer of the KV pool that each layer reads: its own, or that of its source."""
     layers: list[int] = []
     for call in calls:
@@ -251,10 +263,11 @@ def _decoder_layers(body: nn.Module, count: int) -> list[nn.Module]:
     return list(found[0])
 
 
-def _shape(config: Any, calls: Sequence[AttentionCall]) -> ModelShape:
-    widest = max(calls, key=lambda call: call.num_kv_heads * max(call.qk_dim, call.v_dim))
+def _shape(config: Any, model: Any, calls: Mapping[int, AttentionCall]) -> ModelShape:
+    with_states = state_layers(model)
+    widest = max(calls.values(), key=lambda call: call.num_kv_heads * max(call.qk_dim, call.v_dim))
     return ModelShape(
-        num_layers=len(calls),
+        num_layers=len(calls) + len(with_states),
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
         eps=getattr(config, "rms_norm_eps", None) or 1e-6,
@@ -262,7 +275,9 @@ def _shape(config: Any, calls: Sequence[AttentionCall]) -> ModelShape:
         num_local_heads=widest.num_heads,
         num_local_kv_heads=widest.num_kv_heads,
         head_dim=max(widest.qk_dim, widest.v_dim),
-        num_shared_kv_layers=sum(call.source is not None for call in calls),
+        num_shared_kv_layers=sum(call.source is not None for call in calls.values()),
+        num_state_layers=len(with_states),
+        states=tuple(operation.shape for layer in with_states for operation in layer.operations),
     )
 
 

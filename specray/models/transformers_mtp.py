@@ -58,7 +58,7 @@ class TransformersParts:
     ) -> None:
         single = _single_layer_config(config, layer_type, is_dense="mlp.gate_proj.weight" in tensors)
         model = build_skeleton(single, loader.dtype)
-        (call,) = attention_calls(model)
+        (call,) = attention_calls(model).values()
         body: Any = decoder_of(model)
         self.shape = shape
         self._loader, self._eps = loader, config.rms_norm_eps

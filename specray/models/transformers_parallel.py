@@ -14,6 +14,7 @@ from specray.layers.parallel import RankGroup
 from specray.models.llama_shape import check_heads, heads_of_rank
 from specray.models.transformers_layers import is_experts
 from specray.models.transformers_skeleton import decoder_of
+from specray.models.transformers_states import state_layers
 
 _DIM_OF = {"colwise": 0, "rowwise": 1}  # of a weight [out, in]
 
@@ -48,6 +49,10 @@ def split_skeleton(model: Any, group: RankGroup) -> Split:
         return split
     config = model.config.get_text_config(decoder=True)
     kind = config.model_type
+    if state_layers(model):
+        raise ConfigError(
+            f"tp_size={group.size}: the layers of model_type={kind} that keep states run on one rank; set tp_size: 1"
+        )
     plan = getattr(config, "base_model_tp_plan", None) or _OWN_PLANS.get(kind)
     if not plan:
         raise ConfigError(

@@ -27,6 +27,8 @@ from transformers.integrations.moe import ExpertsInterface
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from specray.errors import ConfigError
+from specray.models.transformers_states import replace_state_layers, state_layers, states_of_pass
+from specray.ops.states import StateOperation, States
 
 IMPLEMENTATION = "specray"  # the name of our functions in transformers' interfaces
 # A mask of four dimensions is taken as it is. Ours is never read: AttentionBatch says which keys a query sees.
@@ -80,14 +82,15 @@ _experts: ContextVar[Experts] = ContextVar("experts")
 
 
 @contextmanager
-def computing(attention: AttentionFunction, experts: Experts) -> Iterator[None]:
+def computing(attention: AttentionFunction, experts: Experts, states: States | None = None) -> Iterator[None]:
     """Within it, transformers' modules call these."""
-    tokens = _attention.set(attention), _experts.set(experts)
+    tokens = _attention.set(attention), _experts.set(experts), states_of_pass.set(states)
     try:
         yield
     finally:
         _attention.reset(tokens[0])
         _experts.reset(tokens[1])
+        states_of_pass.reset(tokens[2])
 
 
 def attention_of_pass() -> AttentionFunction:
@@ -98,6 +101,13 @@ def attention_of_pass() -> AttentionFunction:
 def unavailable_experts(*_: object) -> Tensor:
     """Experts of a pass that has none."""
     raise AssertionError("a pass without experts")
+
+
+class ShapesOfStates:
+    """States of a pass that computes shapes only."""
+
+    def run(self, operation: StateOperation, *inputs: Tensor) -> Tensor:  # noqa: ARG002
+        return torch.empty_like(inputs[-1])
 
 
 def _attend(
@@ -142,8 +152,8 @@ def build_skeleton(config: PretrainedConfig, dtype: torch.dtype) -> Any:
     """transformers' causal language model (a PreTrainedModel) on the meta device. ConfigError if it has none.
 
     Of an image or audio model (`multimodal_config`, see `load_config`) it is the model itself, without what reads
-    images and sounds: some language models have no class of their own. Its attention and experts call what `computing`
-    sets.
+    images and sounds: some language models have no class of their own. Its attention, experts and layers with
+    states call what `computing` sets.
     """
     try:
         with torch.device("meta"), no_init_weights():
@@ -164,6 +174,7 @@ def build_skeleton(config: PretrainedConfig, dtype: torch.dtype) -> Any:
     for module in list(model.modules()):
         if isinstance(getattr(module, "indexer", None), nn.Module):
             module.indexer = _NoIndexer()
+    replace_state_layers(model)
     return model.eval()
 
 
@@ -197,10 +208,11 @@ def _remove_encoders(model: Any) -> None:
                 setattr(holder, name, nn.Identity())
 
 
-def attention_calls(model: Any) -> list[AttentionCall]:
-    """How each layer of a skeleton calls attention, in order.
+def attention_calls(model: Any) -> dict[int, AttentionCall]:
+    """How each layer of a skeleton with keys and values calls attention, by layer, in order.
 
-    ConfigError if a layer keeps something else than keys and values, or masks in a way that it does not pass on.
+    ConfigError if another layer keeps something that we do not compute, or a layer masks in a way that it does not
+    pass on.
     """
     calls: list[AttentionCall] = []
     keys: list[Tensor] = []
@@ -212,12 +224,12 @@ def attention_calls(model: Any) -> list[AttentionCall]:
         return q.new_empty(1, q.shape[2], q.shape[1], v.shape[-1])
 
     config = model.config.get_text_config(decoder=True)
-    _check_layer_types(config)
+    layers = _attention_layers(config, model)
     try:
         with (
             torch.no_grad(),
             torch.device("meta"),
-            computing(attention, lambda _, hidden, *__: torch.empty_like(hidden)),
+            computing(attention, lambda _, hidden, *__: torch.empty_like(hidden), ShapesOfStates()),
             _unchecked_distributions(),
         ):
             zeros, mask = torch.zeros(1, 2, dtype=torch.int64), torch.empty(UNUSED_MASK_SHAPE)
@@ -229,8 +241,8 @@ def attention_calls(model: Any) -> list[AttentionCall]:
             f"transformers' modules of model_type={config.model_type} cannot run over one flat batch of tokens: "
             f"{' '.join(str(error).split())}; choose another model"
         ) from error
-    _check_calls(config, calls)
-    return calls
+    _check_calls(config, layers, calls)
+    return dict(zip(layers, calls, strict=True))
 
 
 @contextmanager
@@ -254,31 +266,35 @@ def holder_of(model: Any, part: nn.Module) -> nn.Module:
     return holder
 
 
-def _check_layer_types(config: Any) -> None:
-    others = sorted(set(map(str, getattr(config, "layer_types", None) or ())) - _LAYER_TYPES)
-    if others:
+def _attention_layers(config: Any, model: Any) -> list[int]:
+    """The layers of a skeleton that have keys and values. ConfigError if others keep what we do not compute."""
+    types = [str(kind) for kind in getattr(config, "layer_types", None) or ()]
+    others = [layer for layer, kind in enumerate(types) if kind not in _LAYER_TYPES]
+    if len(others) != len(state_layers(model)):
+        kind = types[others[0]] if others else "linear_attention"
         raise ConfigError(
-            f"model_type={config.model_type} has layers of type {others[0]}, which keep a state for each request "
-            "instead of keys and values; that is not served yet: choose another model"
+            f"model_type={config.model_type} has layers of type {kind}, which keep a state for each request instead of "
+            "keys and values; those of this model are not served yet: choose another"
         )
     # "vision": the tokens of an image attend to each other, those of a text to earlier ones.
     bidirectional = getattr(config, "use_bidirectional_attention", None)
     if getattr(config, "is_causal", True) is False or bidirectional not in (None, False, "vision"):
         raise ConfigError(f"model_type={config.model_type} attends to later tokens, so it is no decoder")
+    return [layer for layer in range(config.num_hidden_layers) if layer not in others]
 
 
-def _check_calls(config: Any, calls: list[AttentionCall]) -> None:
-    kind, num_layers = config.model_type, config.num_hidden_layers
-    if len(calls) != num_layers:
+def _check_calls(config: Any, layers: list[int], calls: list[AttentionCall]) -> None:
+    kind = config.model_type
+    if len(calls) != len(layers):
         raise ConfigError(
-            f"transformers' modules of model_type={kind} call attention {len(calls)} times in {num_layers} layers; "
+            f"transformers' modules of model_type={kind} call attention {len(calls)} times in {len(layers)} layers; "
             "served are layers with attention, and once: choose another model"
         )
     types = getattr(config, "layer_types", None) or []
     silent = [
         layer
-        for layer, (layer_type, call) in enumerate(zip(types, calls, strict=False))
-        if layer_type == "sliding_attention" and call.window is None
+        for layer, call in zip(layers, calls, strict=True)
+        if layer < len(types) and types[layer] == "sliding_attention" and call.window is None
     ]
     if silent:
         raise ConfigError(

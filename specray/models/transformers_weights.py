@@ -47,7 +47,7 @@ class StoredNames:
     output_bias: str | None
 
 
-def load_weights(model: Any, loader: Loader, split: Split, calls: Sequence[AttentionCall]) -> StoredNames:
+def load_weights(model: Any, loader: Loader, split: Split, calls: Mapping[int, AttentionCall]) -> StoredNames:
     """Fill the skeleton `model`, and replace its linears and experts; not its output matrix, which is left empty.
 
     `split` says of which this rank has a part, `calls` how its layers attend.
@@ -84,7 +84,7 @@ def load_first_layer(model: Any, loader: Loader, prefix: str, tensors: Mapping[s
     _make_buffers(model, loader.device)
     first = f"{_name_of(model, decoder_of(model))}.layers.0."
     outside = {name for name, _ in model.named_modules() if not f"{name}.".startswith(first)}
-    filling = _Filling(model, loader, outside, Split({}, set()), [call])
+    filling = _Filling(model, loader, outside, Split({}, set()), {0: call})
     for name, value in _converted(model, loader, {first + part: stored for part, stored in tensors.items()}):
         filling.set(name, value)
     if missing := filling.missing():
@@ -165,7 +165,7 @@ class _Filling:
     """Puts tensors into a model, and packs each module that is complete."""
 
     def __init__(
-        self, model: Any, loader: Loader, empty: Collection[str], split: Split, calls: Sequence[AttentionCall]
+        self, model: Any, loader: Loader, empty: Collection[str], split: Split, calls: Mapping[int, AttentionCall]
     ) -> None:
         """All modules but those of the paths `empty`, which keep no tensor of their own."""
         self._split = split
@@ -284,12 +284,12 @@ def _whole(like: Tensor, part: Part | None) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _rotary_attention(model: Any, calls: Sequence[AttentionCall]) -> dict[str, AttentionCall]:
+def _rotary_attention(model: Any, calls: Mapping[int, AttentionCall]) -> dict[str, AttentionCall]:
     """The modules that FlatAttention can replace, by their paths."""
     modules = {
         path: (module, calls[module.layer_idx])
         for path, module in model.named_modules()
-        if isinstance(getattr(module, "layer_idx", None), int) and module.layer_idx < len(calls)
+        if getattr(module, "layer_idx", None) in calls
     }
     return {path: call for path, (module, call) in modules.items() if computes_rotary_attention(module, call)}
 

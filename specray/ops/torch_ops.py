@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specray.ops import states_torch
 from specray.ops.attention import AttentionBackend, move_kv
 from specray.ops.attention_torch import TorchAttention
 from specray.ops.filters import padded_scores, scores
@@ -15,6 +16,8 @@ from specray.ops.grouped_weight import Weight
 from specray.ops.layer_attention import LayerAttention
 from specray.ops.noise import gumbel, noise_keys
 from specray.ops.sampling_state import GREEDY_BELOW, SamplingBatch
+from specray.ops.states import StateRows
+from specray.ops.states_torch import Convolution, DeltaNet
 from specray.ops.step_tensors import nodes_of, num_kept
 from specray.ops.torch_matrix import Linear, TorchMatrix
 
@@ -150,6 +153,22 @@ class TorchOps:
         source = torch.where(is_moved, kv_slots.gather(1, nodes[:, 1:]), 0)
         target = torch.where(is_moved, kv_slots[:, 1 : nodes.shape[1]], 0)
         move_kv(pool, source.flatten(), target.flatten())
+
+    # States; see `specray.ops.states`. Pools get the states behind the known rows.
+
+    def convolve(self, conv: Convolution, x: Tensor, pool: Tensor, rows: StateRows) -> Tensor:
+        """The convolution of x [T, channels] along each row's path; `pool` [slots, width - 1, channels] of x's type."""
+        return states_torch.convolve(conv, x, pool, rows)
+
+    def gated_delta(
+        self, net: DeltaNet, qkv: Tensor, a: Tensor, b: Tensor, z: Tensor, pool: Tensor, rows: StateRows
+    ) -> Tensor:
+        """The delta rule along each row's path, of z's shape and type [T, num_v_heads * v_dim].
+
+        `qkv` are queries, keys and values [T, channels], `a` and `b` are [T, num_v_heads], all of z's type; `pool` is
+        float32 [slots, num_v_heads, k_dim, v_dim].
+        """
+        return states_torch.gated_delta(net, qkv, a, b, z, pool, rows)
 
     # Tokens. Logits are float32 [n, V].
 

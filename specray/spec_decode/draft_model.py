@@ -250,6 +250,11 @@ def load_draft_model(config: SpeculativeConfig, target: TargetView) -> DraftMode
         moe_runner_backend=target.moe_runner_backend,
     )
     model = load_model(folder, options, RankGroup(), target.device, progress=False)
+    if model.shape.states:
+        raise ConfigError(
+            f"{folder}: layers of this draft model keep states, which a draft tree would change; choose a draft model "
+            "whose layers all have attention, or another algorithm"
+        )
     if target.model is not None and isinstance(model, CausalLM):
         _share_matrices(model, target.model)
     ids = configured_token_map(config, target)

@@ -99,6 +99,8 @@ class TorchBackend:
     def begin(self, batch: StepBatch, wants: StepWants) -> Pass:
         batch = batch.with_sizes()
         layers, only_largest = wants.aux_hidden_state_layers, self._reads_largest(batch, wants)
+        if self.runner.states is not None:
+            self.runner.states.start(batch)
         return Pass(batch, self.runner.run(build_batch(self._table, batch), layers, only_largest))
 
     def can_begin_after(self, before: Pass) -> bool:  # noqa: ARG002
@@ -159,11 +161,13 @@ class TorchBackend:
         return StepOutput.of(is_finite, sampling, batch.rows.sampling, verified)
 
     def _commit(self, batch: StepBatch, output: StepOutput) -> None:
-        """Keep the accepted paths on the device: KV and tokens."""
+        """Keep the accepted paths on the device: KV, states and tokens."""
         rows, tree = batch.rows, batch.tree
         if tree.max_depth:
             kv_slots = self._table.ops.kv_slots(rows.slots, rows.last, tree.tokens.shape[1])
             self.runner.kv.commit(kv_slots, output.device)
+            if self.runner.states is not None:
+                self.runner.states.commit([output.accepted_nodes(row) for row in range(len(rows.states))])
         self._table.ops.append(rows.slots, output.device)
 
 

@@ -18,6 +18,7 @@ from specray.worker.memory_plan import count_blocks, demand_of, kv_dtype
 from specray.worker.model_runner import make_runner
 from specray.worker.remote_drafter.handshake import DraftPlacement
 from specray.worker.remote_drafter.source import RingLimits
+from specray.worker.state_pool import StatePool
 
 
 class LoadedTarget:
@@ -60,7 +61,8 @@ class LoadedTarget:
             config.speculative.attention_mode,
             self.model.layer_attention,
         )
-        self.runner = make_runner(self.model, kv, attention)
+        states = StatePool(shape.states, config.max_running_requests, device) if shape.states else None
+        self.runner = make_runner(self.model, kv, attention, states)
         if dtype is not torch.float32 and ops_on(device).sums_in_fixed_order and not self.model.is_row_wise:
             raise ConfigError(
                 f"dtype={config.dtype}: {self._architecture} has operations whose last bits depend on the batch, "

@@ -42,6 +42,7 @@ class Demand(NamedTuple):
     token: int  # KV of a token, of target and drafter
     weights: int = 0  # bytes of the drafter's weights
     dynamic: int = 0  # bytes of activations, CUDA graphs and further processes
+    states: int = 0  # bytes of what the target's layers keep of all requests instead of KV
 
 
 class StepSize(NamedTuple):
@@ -74,8 +75,9 @@ def count_blocks(config: EngineConfig, demand: Demand, context_length: int, devi
         smaller = "; ".join(["raise it", *weight_options(config), "or set max_total_tokens"])
         raise ConfigError(
             f"mem_fraction_static={fraction} of {total / 2**30:.1f} GiB leaves {available / 2**30:.2f} GiB for the KV "
-            f"pool after {used / 2**30:.1f} GiB already in use, {demand.weights / 2**30:.1f} GiB of draft weights and "
-            f"{demand.dynamic / 2**30:.1f} GiB for steps, less than one block of {config.page_size} tokens; {smaller}"
+            f"pool after {used / 2**30:.1f} GiB already in use, {demand.weights / 2**30:.1f} GiB of draft weights, "
+            f"{demand.states / 2**30:.1f} GiB of states and {demand.dynamic / 2**30:.1f} GiB for steps, less than one "
+            f"block of {config.page_size} tokens; {smaller}"
         )
     return tokens // config.page_size + 1
 
@@ -87,8 +89,8 @@ def kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
 
 def pool_bytes(total: int, used: int, fraction: float, demand: Demand) -> int:
     """Bytes for the KV pool of a device of `total` bytes, of which `used` are taken; may be negative."""
-    static = int(total * fraction) - used - demand.weights
-    return min(static, total - used - demand.weights - demand.dynamic)
+    used += demand.weights + demand.states
+    return min(int(total * fraction) - used, total - used - demand.dynamic)
 
 
 def demand_of(
@@ -131,7 +133,8 @@ def demand_of(
             if uses_cuda_ipc:
                 tokens = config.max_prefill_tokens + config.max_running_requests * _most_nodes(config)
                 dynamic += ring_bytes(tokens, _MANY_LAYERS * shape.hidden_size, dtype)
-    return Demand(shape.num_kv_layers * _layer_bytes(shape, kv_dtype(config, dtype)) + token, weights, dynamic)
+    kv = shape.num_kv_layers * _layer_bytes(shape, kv_dtype(config, dtype))
+    return Demand(kv + token, weights, dynamic, config.max_running_requests * shape.state_bytes)
 
 
 def graph_bytes(num_buckets: int, largest: StepSize) -> int:

@@ -14,6 +14,7 @@ from specray.ops.cpu.verification import Verification
 from specray.ops.step_tensors import LargestLogits
 from specray.worker.input_batch import InputBatch
 from specray.worker.kv_cache import KVCache
+from specray.worker.state_pool import StatePool
 
 
 class ForwardOutput(NamedTuple):
@@ -29,11 +30,15 @@ class ForwardOutput(NamedTuple):
 
 
 class ModelRunner:
-    """The model, its KV pool and its attention kernels."""
+    """The model, its KV pool, the states of its requests and its attention kernels."""
 
-    def __init__(self, model: TargetModel, kv: KVCache, attention: AttentionBackend) -> None:
+    def __init__(
+        self, model: TargetModel, kv: KVCache, attention: AttentionBackend, states: StatePool | None = None
+    ) -> None:
+        """`states`: None for a model whose layers all have KV."""
         self.model = model
         self.kv = kv
+        self.states = states
         self.attention = attention
         self._forward = model.step_forward(attention)
 
@@ -49,6 +54,8 @@ class ModelRunner:
     ) -> ForwardOutput:
         """One pass. `only_largest`: see `TargetModel.with_logits`."""
         attend = self.attention.plan(batch.attention)
+        if self.states is not None:
+            attend = self.states.attending(attend)
         step = (batch.token_ids, batch.positions, attend, batch.node_places, aux_hidden_state_layers, only_largest)
         return ForwardOutput(*self._forward(*step), batch.roots)
 
@@ -94,9 +101,11 @@ class KernelRunner(ModelRunner):
             self._passes.wait(number)
 
 
-def make_runner(model: TargetModel, kv: KVCache, attention: AttentionBackend) -> ModelRunner:
-    """The runner of the CPU kernels, where they have the whole model."""
+def make_runner(
+    model: TargetModel, kv: KVCache, attention: AttentionBackend, states: StatePool | None = None
+) -> ModelRunner:
+    """The runner of the CPU kernels, where they have the whole model: one without states."""
     forward = model.step_forward(attention)
     if isinstance(forward, FusedForward):
         return KernelRunner(model, kv, attention, forward)
-    return ModelRunner(model, kv, attention)
+    return ModelRunner(model, kv, attention, states)

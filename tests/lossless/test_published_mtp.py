@@ -14,10 +14,8 @@ from tests.support.published_mtp import FAMILIES, write_published
 PROMPTS = [[0, *range(4, 40)], [5], [0, 10, 20, 30], [0, *range(4, 36), 9]]  # of other lengths, and a common prefix
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 SAMPLED = [SamplingParams(temperature=1.0, seed=seed, max_tokens=8, ignore_eos=True) for seed in range(len(PROMPTS))]
-QUICK = {"glm4_moe", "mimo_v2_flash"}
-SERVED = [
-    pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES if name != "qwen3_next"
-]
+QUICK = {"glm4_moe", "mimo_v2_flash", "qwen3_5"}
+SERVED = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES]
 SHAPES = {"chain": (3, 1, 4), "tree": (3, 3, 9)}
 
 
@@ -34,7 +32,7 @@ def test_a_targets_own_layers_do_not_change_its_text(name: str, tmp_path: Path) 
                     assert texts_of(drafting, SAMPLED) == sampled
                 [last] = drafting.generate([PROMPTS[0]], GREEDY)
                 assert last.choices[0].token_ids == greedy[0], "alone"
-                assert last.choices[0].usage.num_cached_tokens > 0
+                assert (last.choices[0].usage.num_cached_tokens > 0) == llm.engine.capacity.shares_prefixes
                 assert last.choices[0].usage.num_draft_tokens > 0
 
 

@@ -11,6 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from specray.models.registry import MODELS
 from specray.models.transformers_skeleton import attention_calls, build_skeleton
+from specray.models.transformers_states import state_layers
 from tests.support.decoders import SERVED, decoder_config
 from tests.support.published_mtp import FAMILIES
 from tests.support.recipes import RECIPES, Recipe
@@ -77,9 +78,10 @@ def decoders() -> str:
 
 
 def _traits(skeleton: Any) -> frozenset[str]:
-    calls = attention_calls(skeleton)
+    calls = attention_calls(skeleton).values()
     sizes = {(call.num_heads, call.num_kv_heads, call.qk_dim) for call in calls}
     found = {
+        "states": bool(state_layers(skeleton)),
         "window": any(call.window is not None for call in calls),
         "softcap": any(call.softcap is not None for call in calls),
         "sinks": any(call.sinks is not None for call in calls),

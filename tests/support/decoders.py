@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, Pretrai
 from specray.models.target_model import TargetModel
 from specray.ops.attention import AttentionBatch, make_pool
 from specray.ops.backends import make_backend
+from specray.ops.states import StatefulAttend, StatePass, StateRows
 from tests.support.architectures import spread
 from tests.support.toy import BOS, CONTEXT, EOS, VOCAB_SIZE, toy_tokenizer
 
@@ -74,6 +75,16 @@ _SIGMOID: dict[str, Any] = {
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
 }
+_DELTA: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+_CONVOLUTION: dict[str, Any] = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
 
 _INDEX: dict[str, Any] = {"index_topk": CONTEXT, "index_n_heads": 2, "index_head_dim": 8}
 _VISION: dict[str, Any] = {
@@ -221,6 +232,12 @@ SERVED: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v32": ("DeepseekV32Config", _SIGMOID | _LATENT | _INDEX),
     "glm_moe_dsa": ("GlmMoeDsaConfig", _SIGMOID | _LATENT | _INDEX | {"indexer_types": ["full", "shared"]}),
     "axk2": ("AXK2Config", _SIGMOID | _LATENT | _INDEX),
+    "qwen3_next": ("Qwen3NextConfig", _EXPERTS | _DELTA | {"shared_expert_intermediate_size": 40}),
+    "qwen3_5": ("Qwen3_5TextConfig", _DELTA),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", _EXPERTS | _DELTA | {"shared_expert_intermediate_size": 40}),
+    "olmo_hybrid": ("OlmoHybridConfig", _DELTA),
+    "lfm2": ("Lfm2Config", _CONVOLUTION),
+    "lfm2_moe": ("Lfm2MoeConfig", _EXPERTS | _CONVOLUTION | {"num_dense_layers": 1}),
 }
 # Language models of image and audio models: the whole model's configuration class, what its `text_config` adds to
 # `SMALL`, its `vision_config` to `_VISION`, and its other fields.
@@ -245,6 +262,7 @@ IMAGE_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any
     "smolvlm": ("SmolVLMConfig", {"model_type": "qwen2"}, {}, {}),
     "internvl": ("InternVLConfig", {"model_type": "qwen3"}, {"image_size": [28, 28], "patch_size": [14, 14]}, {}),
     "qwen2_5_vl": ("Qwen2_5_VLConfig", _THREE_POSITIONS, {"out_hidden_size": 32, "fullatt_block_indexes": [0]}, {}),
+    "qwen3_5-image": ("Qwen3_5Config", _DELTA, {"out_hidden_size": 32}, {}),
     "qwen3_vl": ("Qwen3VLConfig", _THREE_POSITIONS, _DEEPSTACK, {}),
     "qwen3_vl_moe": ("Qwen3VLMoeConfig", _THREE_POSITIONS | _EXPERTS, _DEEPSTACK, {}),
     "glm4v": ("Glm4vConfig", _THREE_HALF_POSITIONS, {"out_hidden_size": 32}, {}),
@@ -299,16 +317,11 @@ QUICK = {
     ),
     *("granite", "llama4", "mimo_v2_flash", "gpt2", "opt", "deepseek_v2", "ernie4_5_moe", "deepseek_v32", "minicpm3"),
     *("qwen3_vl_moe", "kimi_k25", "llama4-image", "muse_glimmer"),
+    *("qwen3_next", "qwen3_5", "lfm2"),
 }
 # What is refused, and why.
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "diffllama": ("DiffLlamaConfig", {}, "call attention 4 times in 2 layers"),
-    "qwen3_next": (
-        "Qwen3NextConfig",
-        _EXPERTS | {"layer_types": ["linear_attention", "full_attention"]},
-        "layers of type linear_attention, which keep a state",
-    ),
-    "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"]}, "layers of type conv, which keep a state"),
     "gptj": ("GPTJConfig", {"rotary_dim": 4}, "do not call an attention function that can be replaced"),
     "falcon": ("FalconConfig", {"head_dim": ..., "alibi": False}, "do not call an attention function"),
     "longcat_flash": (
@@ -346,6 +359,12 @@ def write_decoder(name: str, folder: Path, seed: int = 5, **changes: Any) -> Pre
     for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_floating_point() and key not in computed_buffers(model):
             spread(key, tensor)
+            if key.endswith("A_log"):
+                tensor.data -= 2.0  # so that states forget slowly
+            elif "linear_attn." in key and "norm" not in key:
+                tensor.data *= 0.5  # else rounding differs by more than 1e-4 between transformers' own two forms
+            elif name.startswith(("qwen3_next", "qwen3_5")) and "norm" in key and "linear_attn." not in key:
+                tensor.data -= 1.0  # these norms' weights are differences from 1
     model.tie_weights()
     model.save_pretrained(folder)
     toy_tokenizer().save_pretrained(folder)
@@ -372,6 +391,7 @@ def logits_of(reference: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
 def logits_in_chunks(model: TargetModel, tokens: list[int], size: int) -> torch.Tensor:
     """Logits of all tokens of a prompt that is read `size` tokens at a time."""
     shape = model.shape
+    states = [torch.zeros(1, *state.shape, dtype=state.dtype) for state in shape.states]
     sizes = (shape.num_kv_layers, len(tokens) + 1, shape.num_local_kv_heads, shape.head_dim)
     pool = make_pool(*sizes, torch.float32, torch.device("cpu"))
     attention = make_backend("auto", pool, shape.num_local_heads, layers=model.layer_attention)
@@ -379,6 +399,8 @@ def logits_in_chunks(model: TargetModel, tokens: list[int], size: int) -> torch.
     for start in range(0, len(tokens), size):
         end = min(start + size, len(tokens))
         batch = AttentionBatch([end - start], [end], slots[None], slots[start:end], [(0, 0)])
-        hidden, _ = model(torch.tensor(tokens[start:end]), torch.arange(start, end), attention.plan(batch))
+        kept = StatePass(states, StateRows.of([0], [end - start], [end - start], [start == 0]))
+        attend = StatefulAttend(attention.plan(batch), kept)
+        hidden, _ = model(torch.tensor(tokens[start:end]), torch.arange(start, end), attend)
         parts.append(model.logits(hidden))
     return torch.cat(parts)

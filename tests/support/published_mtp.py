@@ -64,6 +64,8 @@ FAMILIES: dict[str, Published] = {
     "exaone_moe": Published("mtp.layers.*.", _QWEN, _FULL | {"mlp_layer_types": ["dense"]}),
     "mellum": Published("mtp.layers.*.", _QWEN, _FULL),
     "qwen3_next": Published("mtp.layers.*.", _QWEN, _FULL | {"mlp_only_layers": []}),
+    "qwen3_5": Published("mtp.layers.*.", _QWEN, {"layer_types": ["full_attention"]}),
+    "qwen3_5_moe": Published("mtp.layers.*.", _QWEN, {"layer_types": ["full_attention"]}),
 }
 
 

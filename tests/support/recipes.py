@@ -69,13 +69,13 @@ RECIPES = (
     Recipe(_of("Google", "gemma-4-E2B-it", "gemma-4-E4B-it"), "Gemma 4", "Gemma4", "gemma4"),
     Recipe(_of("Google", "gemma-4-12B-it"), "Gemma 4", "Gemma4Unified", "gemma4_unified"),
     Recipe(_of("XiaomiMiMo", "MiMo-V2.5", "MiMo-V2.5-Pro"), "MiMo-V2.5", "MiMoV2", None, limit=_NO_CLASS),
-    Recipe(_of("Qwen", "Qwen3-Next-80B-A3B-Instruct"), "Qwen3-Next", "Qwen3Next", "qwen3_next", limit=_STATE),
+    Recipe(_of("Qwen", "Qwen3-Next-80B-A3B-Instruct"), "Qwen3-Next", "Qwen3Next", "qwen3_next", "MTP"),
     Recipe(
         _of("Qwen", "Qwen3.5-2B", "Qwen3.5-4B", "Qwen3.5-9B", "Qwen3.5-27B", "Qwen3.6-27B", "Qwen3.8-27B"),
         "Qwen3.5 to 3.8",
         "Qwen3_5",
         "qwen3_5",
-        limit=_STATE,
+        "MTP",
     ),
     Recipe(
         _of(
@@ -84,7 +84,7 @@ RECIPES = (
         "Qwen3.5 to 3.8",
         "Qwen3_5Moe",
         "qwen3_5_moe",
-        limit=_STATE,
+        "MTP",
     ),
     Recipe(_of("internlm", "Intern-S2-Preview"), "Intern-S2", "InternS2Preview", None, limit=_NO_CLASS),
     Recipe(

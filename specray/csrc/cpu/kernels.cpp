@@ -10,6 +10,7 @@
 #include "packing.h"
 #include "sampling.h"
 #include "selection.h"
+#include "states.h"
 #include "steps.h"
 #include "trees.h"
 
@@ -176,6 +177,21 @@ void specray_norm(
     norm(row.data(), weights + r % num_weights * size, size, eps, row.data());
     write_values(row.data(), size, y, type, r * size);
   }
+}
+
+// y [T, size] = a convolution along each row's path of x [T, size]; the windows of `conv` move behind the known rows.
+void specray_convolve(
+    const Convolution* conv, const StateRows* rows, const void* x, void* y, int32_t num_threads) {
+  const ConvolutionStep step(*conv, *rows, x, y);
+  run_on_team(num_threads, ConvolutionStep::NUM_PHASES, [&](Member& member) { step.run(member); });
+}
+
+// The gated delta rule along each row's path; see DeltaStep.
+void specray_gated_delta(
+    const DeltaNet* net, const StateRows* rows, const void* qkv, const void* a, const void* b, const void* z, void* out,
+    int32_t num_threads) {
+  DeltaStep step(*net, *rows, qkv, a, b, z, out);
+  run_on_team(num_threads, DeltaStep::NUM_PHASES, [&](Member& member) { step.run(member); });
 }
 
 // The k largest logits of each row [count, size], best first and the lower index first among equals: their softmax

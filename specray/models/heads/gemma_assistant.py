@@ -89,9 +89,9 @@ class GemmaAssistant:
         self._reads = [len(owners) - 1 - owners[::-1].index(kind) for kind in text.layer_types]
         self._keys = {  # transformers asks for their sizes only
             kind: (torch.empty(1, call.num_kv_heads, 0, call.qk_dim, dtype=loader.dtype, device=loader.device),) * 2
-            for kind, call in zip(text.layer_types, calls, strict=True)
+            for kind, call in zip(text.layer_types, calls.values(), strict=True)
         }
-        ways = dict(zip(text.layer_types, calls, strict=True))
+        ways = dict(zip(text.layer_types, calls.values(), strict=True))
         self.layer_attention = _over_pool(folder, target, [ways[kind] for kind in owners])
         self.num_heads = text.num_attention_heads
 

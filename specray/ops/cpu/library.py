@@ -12,6 +12,8 @@ from specray.ops.cpu.build import BuildError, build
 from specray.ops.cpu.structs import (
     CaptureStruct,
     CommittedStruct,
+    ConvolutionStruct,
+    DeltaNetStruct,
     DraftNetworkStruct,
     DraftTreesStruct,
     EmbedAndHeadStruct,
@@ -24,6 +26,7 @@ from specray.ops.cpu.structs import (
     RequestsStruct,
     ScreenStruct,
     SizesStruct,
+    StateRowsStruct,
     StepRowsStruct,
     StepStruct,
     check_layouts,
@@ -74,6 +77,9 @@ class Kernels:
         self.start_forward = self._function("start_forward", *of_pass, c_int32, returns=c_int64)
         self.join = self._function("join", c_int64)
         self.norm = self._function("norm", c_void_p, c_void_p, c_int32, c_int64, c_int32, c_float, c_void_p, c_int32)
+        of_states = (POINTER(StateRowsStruct), *[c_void_p] * 2)
+        self.convolve = self._function("convolve", POINTER(ConvolutionStruct), *of_states, c_int32)
+        self.gated_delta = self._function("gated_delta", POINTER(DeltaNetStruct), *of_states, *[c_void_p] * 3, c_int32)
         self.top_probs = self._function("top_probs", c_void_p, c_int64, c_int64, c_int32, c_void_p, c_void_p)
         of_logits = (c_void_p, c_int32, c_int64, c_int64)
         self.soft_labels = self._function("soft_labels", *of_logits, c_void_p, c_int32)

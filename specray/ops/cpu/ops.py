@@ -7,7 +7,7 @@ from torch import Tensor
 
 from specray.ops import row_wise
 from specray.ops.attention import AttentionBackend
-from specray.ops.cpu import sampling
+from specray.ops.cpu import sampling, states
 from specray.ops.cpu.attention import PagedAttention, commit_paths
 from specray.ops.cpu.library import Kernels
 from specray.ops.cpu.matrix import GatedMatrix, PackedMatrices, PackedMatrix
@@ -16,6 +16,8 @@ from specray.ops.cpu.structs import FLOAT_TYPES, pointer
 from specray.ops.grouped_weight import Weight
 from specray.ops.layer_attention import LayerAttention
 from specray.ops.sampling_state import GREEDY_BELOW, SamplingBatch
+from specray.ops.states import StateRows
+from specray.ops.states_torch import Convolution, DeltaNet
 from specray.ops.torch_matrix import Linear
 from specray.ops.torch_ops import TorchOps
 
@@ -72,6 +74,14 @@ class CpuOps(TorchOps):
 
     def commit_paths(self, pool: Tensor, kv_slots: Tensor, outcome: Tensor) -> None:
         commit_paths(self.kernels, pool, kv_slots, outcome)
+
+    def convolve(self, conv: Convolution, x: Tensor, pool: Tensor, rows: StateRows) -> Tensor:
+        return states.convolve(self.kernels, conv, x, pool, rows)
+
+    def gated_delta(
+        self, net: DeltaNet, qkv: Tensor, a: Tensor, b: Tensor, z: Tensor, pool: Tensor, rows: StateRows
+    ) -> Tensor:
+        return states.gated_delta(self.kernels, net, qkv, a, b, z, pool, rows)
 
     def argmax(self, logits: Tensor) -> Tensor:
         return sampling.sample(self.kernels, logits)

@@ -302,6 +302,52 @@ class PendingTreesStruct(ctypes.Structure):
     )
 
 
+class StateRowsStruct(ctypes.Structure):
+    """`StateRows` in states.h."""
+
+    _fields_ = (
+        ("count", c_int64),
+        ("total", c_int64),
+        ("slots", c_void_p),
+        ("lens", c_void_p),
+        ("num_known", c_void_p),
+        ("is_fresh", c_void_p),
+        ("parents", c_void_p),
+    )
+
+
+class ConvolutionStruct(ctypes.Structure):
+    """`Convolution` in states.h."""
+
+    _fields_ = (
+        ("size", c_int32),
+        ("width", c_int32),
+        ("has_silu", c_int32),
+        ("type", c_int32),
+        ("weights", c_void_p),
+        ("bias", c_void_p),
+        ("pool", c_void_p),
+    )
+
+
+class DeltaNetStruct(ctypes.Structure):
+    """`DeltaNet` in states.h."""
+
+    _fields_ = (
+        ("num_k_heads", c_int32),
+        ("num_v_heads", c_int32),
+        ("k_dim", c_int32),
+        ("v_dim", c_int32),
+        ("type", c_int32),
+        ("beta_scale", c_float),
+        ("eps", c_float),
+        ("rates", c_void_p),
+        ("dt_bias", c_void_p),
+        ("norm", c_void_p),
+        ("pool", c_void_p),
+    )
+
+
 def layouts() -> str:
     """The layout of these structs, in the form of layouts.h."""
     return "".join(_layout(struct) for struct in ctypes.Structure.__subclasses__() if struct.__module__ == __name__)

@@ -84,4 +84,5 @@ def test_rotary_attention_is_found_by_what_a_module_computes() -> None:
 
 def calls_of(name: str) -> list[tuple[nn.Module, AttentionCall]]:
     skeleton = build_skeleton(decoder_config(name), torch.float32)
-    return list(zip((layer.self_attn for layer in skeleton.model.layers), attention_calls(skeleton), strict=True))
+    modules = (layer.self_attn for layer in skeleton.model.layers)
+    return list(zip(modules, attention_calls(skeleton).values(), strict=True))

@@ -121,9 +121,11 @@ def test_a_rank_has_half_of_the_heads_and_a_plan_is_needed() -> None:
     skeleton = build_skeleton(decoder_config("llama"), torch.float32)
     split = split_skeleton(skeleton, FakeGroup())
     assert split.linears["model.layers.0.self_attn.o_proj"] == (1, slice(16, 32), 32)
-    assert {(call.num_heads, call.num_kv_heads) for call in attention_calls(skeleton)} == {(2, 1)}
+    assert {(call.num_heads, call.num_kv_heads) for call in attention_calls(skeleton).values()} == {(2, 1)}
     with pytest.raises(ConfigError, match="tp_size=2: transformers has no plan that splits model_type=gpt2"):
         split_skeleton(build_skeleton(decoder_config("gpt2"), torch.float32), FakeGroup())
+    with pytest.raises(ConfigError, match="the layers of model_type=lfm2 that keep states run on one rank"):
+        split_skeleton(build_skeleton(decoder_config("lfm2"), torch.float32), FakeGroup())
 
 
 def test_ranks_that_cannot_share_a_model_are_refused_before_it_is_loaded(tmp_path: Path) -> None:

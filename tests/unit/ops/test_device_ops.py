@@ -20,6 +20,8 @@ from specray.ops.cpu.ops import CpuOps
 from specray.ops.device_ops import ops_on
 from specray.ops.noise import noise_keys
 from specray.ops.sampling_state import SamplingBatch, SamplingState
+from specray.ops.states import StateRows
+from specray.ops.states_torch import Convolution, DeltaNet
 from specray.ops.torch_ops import TorchOps
 from specray.spec_decode.draft_tree import DraftTree
 from tests.support.distributions import OPTIONS
@@ -126,6 +128,34 @@ def commit_paths(ops: TorchOps, random: Random) -> Tensor:
     return pool
 
 
+def state_rows(random: Random) -> StateRows:
+    """A new prompt, a chunk of a prompt, a decoding request, a chain and a tree."""
+    trees = [[-1], [-1], [-1], [-1, 0, 1, 2], [-1, 0, 0, 1, 1, 2, 5]]
+    known = [random.count(1, 9), random.count(1, 9), 1, 1, random.count(1, 3)]
+    lens = [count + len(tree) - 1 for count, tree in zip(known, trees, strict=True)]
+    slots = torch.randperm(8, generator=random.generator)[:5].tolist()
+    return StateRows.of(slots, lens, known, [True, False, False, True, False], trees)
+
+
+def convolve(ops: TorchOps, random: Random) -> tuple[Tensor, Tensor]:
+    rows, width, size = state_rows(random), random.count(2, 5), 21
+    bias = random.normal(size) if random.count(0, 1) else None
+    conv = Convolution(random.normal(width, size), bias, has_silu=bool(random.count(0, 1)))
+    pool = random.normal(8, width - 1, size)
+    return ops.convolve(conv, random.normal(rows.total, size), pool, rows), pool
+
+
+def gated_delta(ops: TorchOps, random: Random) -> tuple[Tensor, Tensor]:
+    rows, keys, values, k_dim = state_rows(random), 2, 4, random.count(3, 9)
+    v_dim = [3, 8, 45][random.count(0, 2)]
+    rates, bias = -random.normal(values).exp(), random.normal(values)
+    net = DeltaNet(keys, values, k_dim, v_dim, rates, bias, random.normal(v_dim), 1e-5, 1.5)
+    pool = random.normal(8, values, k_dim, v_dim)
+    a, b = random.normal(2, rows.total, values)
+    qkv, z = random.normal(rows.total, net.num_channels), random.normal(rows.total, values * v_dim)
+    return ops.gated_delta(net, qkv, a, b, z, pool, rows), pool
+
+
 def logits_of(random: Random, rows: int) -> Tensor:
     logits = random.normal(rows, VOCAB) * 3
     if rows > 2:
@@ -223,6 +253,8 @@ CASES = {
     "angles_at": Case(angles_at),
     "attention": Case(attention, 1e-4),
     "commit_paths": Case(commit_paths),
+    "convolve": Case(convolve, 1e-5),
+    "gated_delta": Case(gated_delta, 1e-4),
     "argmax": Case(argmax),
     "sample": Case(sample),
     "sample_padded": Case(sample_padded),

@@ -25,6 +25,7 @@ from specray.spec_decode.tree_shape import TreeShape, configured_shape
 from specray.step import DraftFault
 from tests.support.checked_runs import CLOSE, PROMPTS, RUNS, assert_checked, is_grown_to, run, total
 from tests.support.colocated import worker_of
+from tests.support.decoders import write_decoder
 from tests.support.drafters import Tokens, make_context
 from tests.support.engine import make_llm
 from tests.support.methods import Make, standalone
@@ -318,6 +319,13 @@ def test_a_different_vocabulary_of_the_same_size_is_refused(toy: Path, tmp_path:
     content["model"]["vocab"]["☂"] = content["model"]["vocab"].pop(token)
     path.write_text(json.dumps(content))
     with pytest.raises(ConfigError, match=rf"token 30 is '☂' in the draft model's vocabulary, but '{token}' in the"):
+        make_llm(toy, speculative=speculative)
+
+
+def test_a_draft_model_with_states_is_refused(toy: Path, tmp_path: Path) -> None:
+    write_decoder("lfm2", tmp_path)
+    speculative = SpeculativeConfig(algorithm="STANDALONE", draft_model_path=str(tmp_path))
+    with pytest.raises(ConfigError, match="layers of this draft model keep states, which a draft tree would change"):
         make_llm(toy, speculative=speculative)
 
 

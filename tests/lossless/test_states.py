@@ -1,0 +1,66 @@
+"""Models whose layers keep states: one text with drafts that are right, wrong or accepted in part, and when preempted.
+
+A state that a wrong draft has touched, or that lacks an accepted one, changes the rest of the text.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from specray.llm import LLM
+from specray.sampling_params import SamplingParams
+from tests.support.decoders import write_decoder
+from tests.support.drafters import DRAWS, ScriptedDrafter
+from tests.support.engine import make_llm
+
+PROMPTS = [[0, *range(4, 40)], [5], [0, 10, 20, 30], [7] * 19]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+SAMPLED = [SamplingParams(temperature=1.0, seed=seed, max_tokens=40, ignore_eos=True) for seed in range(len(PROMPTS))]
+MODELS = [pytest.param("qwen3_5"), pytest.param("lfm2"), pytest.param("qwen3_next", marks=pytest.mark.slow)]
+# A few requests at once in few blocks, and prompts in chunks that end anywhere.
+TIGHT = {"page_size": 4, "max_total_tokens": 96, "chunked_prefill_size": 7, "max_prefill_tokens": 11}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    write_decoder(request.param, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def texts(folder: Path) -> dict[str, list[list[int]]]:
+    """Each request alone, without drafts."""
+    with make_llm(folder) as llm:
+        return {
+            "greedy": [llm.generate([prompt], GREEDY)[0].choices[0].token_ids for prompt in PROMPTS],
+            "sampled": [
+                llm.generate([prompt], params)[0].choices[0].token_ids
+                for prompt, params in zip(PROMPTS, SAMPLED, strict=True)
+            ],
+        }
+
+
+@pytest.mark.parametrize("kind", DRAWS)
+def test_drafts_leave_no_trace_in_states(kind: str, folder: Path, texts: dict[str, list[list[int]]]) -> None:
+    for name, params in (("greedy", GREEDY), ("sampled", SAMPLED)):
+        known = [prompt + text for prompt, text in zip(PROMPTS, texts[name], strict=True)]
+        drafter = ScriptedDrafter(DRAWS[kind], known)
+        with make_llm(folder, drafter, **TIGHT) as llm:
+            found = [generation.choices[0] for generation in llm.generate(PROMPTS, params)]
+            assert [choice.token_ids for choice in found] == texts[name]
+            usages = [choice.usage for choice in found if choice.usage is not None]
+            assert sum(usage.num_preemptions for usage in usages) > 0
+            assert sum(usage.num_cached_tokens for usage in usages) == 0
+            assert drafter.num_proposed > 0 or kind == "empty"
+
+
+def test_a_slot_begins_without_the_states_of_the_request_before(
+    folder: Path, texts: dict[str, list[list[int]]]
+) -> None:
+    with make_llm(folder, max_running_requests=1) as llm:
+        assert greedy(llm) == greedy(llm) == texts["greedy"]
+
+
+def greedy(llm: LLM) -> list[list[int]]:
+    return [generation.choices[0].token_ids for generation in llm.generate(PROMPTS, GREEDY)]

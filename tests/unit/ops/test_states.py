@@ -1,0 +1,125 @@
+"""A token's bits in layers with states: alone and in a batch, in a prompt chunk, decoded, and as a node of a tree."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from specray.ops.cpu.library import kernels
+from specray.ops.device_ops import ops_on
+from specray.ops.states import StatePass, StateRows, StateShape
+from specray.ops.states_torch import Convolution, DeltaNet
+from specray.ops.torch_ops import TorchOps
+
+HEADS, K_DIM, V_DIM, WIDTH, LENGTH, SLOTS = 4, 8, 21, 4, 9, 4
+TYPES = [torch.float32, torch.bfloat16, torch.float16]
+# The path 1, 2, 5 of a tree of six drafts; the others are wrong.
+TREE, PATH = [-1, 0, 1, 0, 1, 2, 3], [1, 2, 5]
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+class DeltaOperation:
+    """As `specray.models.transformers_states` has them."""
+
+    def __init__(self, ops: TorchOps) -> None:
+        self._ops = ops
+        rates, bias = -random(HEADS, seed=1).exp(), random(HEADS, seed=2)
+        self.net = DeltaNet(2, HEADS, K_DIM, V_DIM, rates, bias, random(V_DIM, seed=3), 1e-6)
+        self.shape = StateShape((HEADS, K_DIM, V_DIM), torch.float32)
+
+    def inputs(self, length: int, dtype: torch.dtype, seed: int) -> list[Tensor]:
+        sizes = (self.net.num_channels, HEADS, HEADS, HEADS * V_DIM)
+        return [random(length, size, seed=seed + place).to(dtype) for place, size in enumerate(sizes)]
+
+    def __call__(self, inputs: Sequence[Tensor], pool: Tensor, rows: StateRows) -> Tensor:
+        qkv, a, b, z = inputs
+        return self._ops.gated_delta(self.net, qkv, a, b, z, pool, rows)
+
+
+class ConvolutionOperation:
+    def __init__(self, ops: TorchOps) -> None:
+        self._ops = ops
+        self.conv = Convolution(random(WIDTH, 21, seed=1), random(21, seed=2), has_silu=True)
+        self.shape = StateShape((WIDTH - 1, 21), torch.float32)
+
+    def inputs(self, length: int, dtype: torch.dtype, seed: int) -> list[Tensor]:
+        return [random(length, 21, seed=seed).to(dtype)]
+
+    def __call__(self, inputs: Sequence[Tensor], pool: Tensor, rows: StateRows) -> Tensor:
+        return self._ops.convolve(self.conv, inputs[0], pool, rows)
+
+
+KINDS = [DeltaOperation, ConvolutionOperation]
+Operation = DeltaOperation | ConvolutionOperation
+
+
+def pool_of(operation: Operation, dtype: torch.dtype) -> Tensor:
+    """Nothing resets a state, so what lies in the pool is of other requests."""
+    kept = operation.shape.dtype if isinstance(operation, DeltaOperation) else dtype
+    return random(SLOTS, *operation.shape.shape, seed=9).to(kept)
+
+
+def decoded(operation: Operation, inputs: Sequence[Tensor], pool: Tensor, slot: int) -> Tensor:
+    """Row after row, each in a step of its own."""
+    results = []
+    for place in range(len(inputs[0])):
+        rows = StateRows.of([slot], [1], [1], [place == 0])
+        results.append(operation([part[place : place + 1] for part in inputs], pool, rows))
+    return torch.cat(results)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.skipif(kernels() is None, reason="torch's sigmoid depends on a number's place in a vector")
+def test_chunks_and_batches_give_the_bits_of_decoding(kind: type[Operation], dtype: torch.dtype) -> None:
+    operation = kind(ops_on(torch.device("cpu")))
+    first, second = (operation.inputs(LENGTH, dtype, seed) for seed in (20, 40))
+    alone, pool = pool_of(operation, dtype), pool_of(operation, dtype)
+    expected = decoded(operation, first, alone, 1), decoded(operation, second, alone, 3)
+    found: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for start, end in ((0, 2), (2, 3), (3, 9)):
+        joined = [torch.cat((a[start:end], b[start:end])) for a, b in zip(first, second, strict=True)]
+        rows = StateRows.of([1, 3], [end - start] * 2, [end - start] * 2, [start == 0] * 2)
+        parts = operation(joined, pool, rows).chunk(2)
+        found[0].append(parts[0])
+        found[1].append(parts[1])
+    assert torch.equal(torch.cat(found[0]), expected[0])
+    assert torch.equal(torch.cat(found[1]), expected[1])
+    assert torch.equal(pool, alone)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("accepted", [0, 1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_leaves_the_state_behind_the_accepted_drafts(
+    kind: type[Operation], accepted: int, dtype: torch.dtype
+) -> None:
+    """Two requests: a tree, of whose path a part is accepted, and a chain of which nothing is."""
+    operation = kind(ops_on(torch.device("cpu")))
+    text, wrong = operation.inputs(LENGTH, dtype, 20), operation.inputs(LENGTH, dtype, 40)
+    expected, pool = pool_of(operation, dtype), pool_of(operation, dtype)
+    results = decoded(operation, text, expected, 1)
+    decoded(operation, [part[:5] for part in text], pool, 1)
+    decoded(operation, [part[:3] for part in wrong], pool, 2)
+    other = pool[2].clone()
+    # Row 5 of the text is the root, rows 6 to 8 are the path.
+    nodes = [wrong_part[:7].clone() for wrong_part in wrong]
+    for part, right in zip(nodes, text, strict=True):
+        part[[0, *PATH]] = right[5:9]
+    chain = [part[3:6] for part in wrong]
+    step = [torch.cat(parts) for parts in zip(nodes, chain, strict=True)]
+    states = StatePass([pool], StateRows.of([1, 2], [7, 3], [1, 1], [False] * 2, [TREE, [-1, 0, 1]]))
+    found = states.run(operation, *step)
+    tolerance = 0.0 if kernels() is not None else 1e-5
+    torch.testing.assert_close(found[[0, *PATH]], results[5:9], atol=tolerance, rtol=0.0)
+    states.commit([PATH[:accepted], []])
+    after = pool_of(operation, dtype)
+    decoded(operation, [part[: 6 + accepted] for part in text], after, 1)
+    decoded(operation, [part[:4] for part in wrong], after, 2)
+    torch.testing.assert_close(pool[[1, 2]], after[[1, 2]], atol=tolerance, rtol=0.0)
+    assert not torch.equal(pool[2], other)
+    assert torch.equal(pool[[0, 3]], after[[0, 3]])
