@@ -108,11 +108,22 @@ def model_config(file: GgufFile) -> dict[str, Any]:
         **{field: f"blk.0.{tensor}" in file.tensors for field, tensor in _PRESENT.items() if field in known},
         **_from_keys(file, name, architecture, known),
     }
+    _check_required(file, name, known, config)
     config |= _heads(file, name, config, known) | _mixtures(file, known) | _windows(file, name, known, config)
     config |= _of_model_type(file, name, config)
     if "rope_parameters" in known:
         config["rope_parameters"] = rope_parameters(file, name, config_class().rope_parameters or {}, config)
     return config
+
+
+def _check_required(file: GgufFile, name: str, known: set[str], config: Mapping[str, Any]) -> None:
+    """ConfigError if the file does not say what no class has a default for that fits another model."""
+    for key in ("context_length", "embedding_length", "attention.head_count"):
+        file.need(f"{name}.{key}", int)
+    for key in ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon", "expert_used_count"):
+        field = next((field for field in _FIELDS[key] if field in known), None)
+        if field is not None and field not in config:
+            raise unusable(file.path, f"it has no {name}.{key}")
 
 
 def _from_keys(file: GgufFile, name: str, architecture: Architecture, known: set[str]) -> dict[str, Any]:
@@ -218,7 +229,7 @@ def _of_model_type(file: GgufFile, name: str, config: Mapping[str, Any]) -> dict
         case "smollm3":
             return {"no_rope_layer_interval": 4}
         case "llama4_text":  # Maverick has no norm of queries and keys
-            return {"no_rope_layer_interval": 4, "use_qk_norm": config["num_local_experts"] != 128}
+            return {"no_rope_layer_interval": 4, "use_qk_norm": config.get("num_local_experts") != 128}
         case "phi3":
             original = file.get(f"{name}.rope.scaling.original_context_length", int)
             return {} if original is None else {"original_max_position_embeddings": original}

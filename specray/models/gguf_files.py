@@ -25,7 +25,7 @@ from specray.models.gguf_reader import GgufFile, gguf_parts, read_parts
 if TYPE_CHECKING:
     from specray.models.gguf_tensors import CheckpointTensor
 
-_LAYOUT_VERSION = 5  # raise it when the converted folders change, so that old ones are not used
+_LAYOUT_VERSION = 6  # raise it when the converted folders change, so that old ones are not used
 
 
 def convert_gguf(path: Path, *, progress: bool) -> Path:

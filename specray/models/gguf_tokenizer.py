@@ -25,7 +25,9 @@ def generation_config(file: GgufFile) -> dict[str, Any]:
     texts = set(_ENDS)
     if {"<|return|>", "<|call|>"} <= set(_tokens(file)):
         texts -= {"<|end|>"}  # ends a message in the harmony format, after which the turn goes on
-    ends = {token for token in (*named, *_special(file, texts)) if token is not None}
+    unknown = file.get("tokenizer.ggml.unknown_token_id", int)  # SmolLM2's is the text of another model's end
+    by_text = [token for token in _special(file, texts) if token != unknown]
+    ends = {token for token in (*named, *by_text) if token is not None}
     return {"bos_token_id": token_id(file, "bos"), "eos_token_id": sorted(ends)}
 
 

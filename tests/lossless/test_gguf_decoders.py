@@ -1,6 +1,8 @@
 """GGUF files of every architecture: the logits of transformers' model with the same weights, one text with drafts."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,6 +47,34 @@ def test_a_file_gives_transformers_logits_and_one_text_with_drafts(name: str, tm
             drafted = [generation.choices[0].token_ids for generation in drafting.generate(PROMPTS, GREEDY)]
     assert drafted == texts
     assert logits_of(reference, [*PROMPTS[1], *texts[1]])[len(PROMPTS[1]) - 1 : -1].argmax(-1).tolist() == texts[1]
+
+
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+_YARN |= {"beta_fast": 32.0, "beta_slow": 1.0}
+_LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+_LONGROPE |= {"long_factor": [1.5, 2.0, 3.0, 4.0], "short_factor": [1.0, 1.1, 1.2, 1.3], "attention_factor": 1.2}
+
+
+@pytest.mark.parametrize(
+    ("name", "rope"),
+    [
+        ("qwen2", _YARN),
+        ("deepseek_v3", _YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}),
+    ],
+)
+def test_scaled_positions_are_those_of_transformers(name: str, rope: dict[str, Any], tmp_path: Path) -> None:
+    reference = write_gguf_decoder(name, tmp_path / "model.gguf", rope_parameters=rope)
+    with make_llm(tmp_path / "model.gguf", context_length=64) as llm:
+        logits = logits_in_chunks(llm._executor.worker.model, TOKENS, len(TOKENS))
+    torch.testing.assert_close(logits, logits_of(reference, TOKENS), atol=1e-4, rtol=0.0)
+
+
+def test_factors_for_long_contexts_are_those_of_the_file(tmp_path: Path) -> None:
+    write_gguf_decoder("phi3", tmp_path / "model.gguf", rope_parameters=_LONGROPE)
+    folder = convert_gguf(tmp_path / "model.gguf", progress=False)
+    found = json.loads((folder / "config.json").read_text())["rope_parameters"]
+    for key, value in _LONGROPE.items():
+        assert found[key] == pytest.approx(value), key
 
 
 def test_every_architecture_has_a_file() -> None:

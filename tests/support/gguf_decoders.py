@@ -151,6 +151,9 @@ def _metadata(config: Any, arch: str) -> dict[str, Any]:
             "rope.scaling.yarn_beta_fast": float(rope["beta_fast"]),
             "rope.scaling.yarn_beta_slow": float(rope["beta_slow"]),
         }
+    if rope["rope_type"] == "longrope":
+        found["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+        found["rope.scaling.attn_factor"] = float(rope["attention_factor"])
     if "mscale_all_dim" in rope:
         found["rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"] * (0.1 if arch == "deepseek2" else 1.0)
     if arch in ("olmo2", "exaone4", "exaone-moe") and "layer_types" in values and values.get("sliding_window"):
@@ -167,6 +170,9 @@ def _converted(arch: str, config: Any, tensors: dict[str, np.ndarray]) -> Iterat
     """(name in the file, values) of a checkpoint's tensors."""
     number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    for key in ("long_factor", "short_factor"):
+        if key in config.rope_parameters:
+            yield f"rope_factors_{key.partition('_')[0]}.weight", np.array(config.rope_parameters[key], np.float32)
     experts: dict[str, dict[int, np.ndarray]] = {}
     for name, values in tensors.items():
         match = re.search(r"experts\.(\d+)\.", name)

@@ -404,6 +404,15 @@ def test_an_id_outside_of_the_vocabulary_is_refused_without_a_known_text(tmp_pat
         convert_gguf(write_gguf(tmp_path / "m.gguf", extra=change), progress=False)
 
 
+def test_the_unknown_token_ends_nothing(tmp_path: Path) -> None:
+    def change(writer: gguf.GGUFWriter) -> None:
+        writer.kv_data[0]["tokenizer.ggml.tokens"].value = ["<|im_end|>", "<|endoftext|>", *TOKENS[2:]]
+        writer.add_unk_token_id(1)
+
+    folder = convert_gguf(write_gguf(tmp_path / "m.gguf", extra=change), progress=False)
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [0]
+
+
 def test_a_message_of_the_harmony_format_does_not_end_the_turn(tmp_path: Path) -> None:
     def change(writer: gguf.GGUFWriter) -> None:
         tokens = ["<|return|>", "<|call|>", "<|end|>", *TOKENS[3:]]
