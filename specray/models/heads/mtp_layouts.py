@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from specray.errors import ConfigError
+from specray.errors import ConfigError, first_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +112,9 @@ LAYOUTS: dict[str, Layout] = {
 }
 
 
+_OWN_OUTPUT = ".transformer.shared_head.output.weight"  # of Step-3.5
+
+
 def find_layout(names: Collection[str]) -> tuple[Layout, list[int]] | None:
     """The layout of the MTP layers among a checkpoint's tensors, and the layers' numbers; None if there are none."""
     names = frozenset(names)
@@ -121,7 +124,12 @@ def find_layout(names: Collection[str]) -> tuple[Layout, list[int]] | None:
 
 
 def require_layout(folder: Path, names: Collection[str]) -> tuple[Layout, list[int]]:
-    """See `find_layout`; ConfigError if there are no MTP layers."""
+    """See `find_layout`; ConfigError if there are no MTP layers, or some with output matrices of their own."""
+    if own := [name for name in names if name.endswith(_OWN_OUTPUT)]:
+        raise ConfigError(
+            f"{folder}: MTP layers with output matrices of their own ({first_of(sorted(own))}) are not supported; "
+            "choose another speculative.algorithm"
+        )
     found = find_layout(names)
     if found is None:
         projections = sorted({layout.project for layout in LAYOUTS.values()})

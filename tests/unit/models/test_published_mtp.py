@@ -65,8 +65,9 @@ def test_a_window_and_sinks_are_those_of_the_family(tmp_path: Path) -> None:
         ({"model.layers.2.self_attn.q_proj.weight": torch.ones(3, 32)}, r"q_proj\.weight has shape \[3, 32\].*implies"),
         ({"model.layers.2.eh_proj.weight": torch.ones(32, 32)}, r"eh_proj\.weight has shape \[32, 32\].*\[32, 64\]"),
         ({"model.layers.2.mlp.extra.weight": torch.ones(3)}, r"1 tensors are not part of an MTP layer.*extra\.weight"),
+        ({"model.layers.2.transformer.shared_head.output.weight": torch.ones(64, 32)}, "output matrices of their own"),
     ],
-    ids=["missing", "no-norm", "misshapen", "misshapen-projection", "unknown"],
+    ids=["missing", "no-norm", "misshapen", "misshapen-projection", "unknown", "own-output"],
 )
 def test_a_layer_that_is_not_whole_is_refused(
     change: dict[str, torch.Tensor | None], message: str, tmp_path: Path
