@@ -70,7 +70,8 @@ def test_scaled_positions_are_those_of_transformers(name: str, rope: dict[str, A
 
 
 def test_factors_for_long_contexts_are_those_of_the_file(tmp_path: Path) -> None:
-    write_gguf_decoder("phi3", tmp_path / "model.gguf", rope_parameters=_LONGROPE)
+    changes = {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 64}
+    write_gguf_decoder("phi3", tmp_path / "model.gguf", **changes)
     folder = convert_gguf(tmp_path / "model.gguf", progress=False)
     found = json.loads((folder / "config.json").read_text())["rope_parameters"]
     for key, value in _LONGROPE.items():
