@@ -58,7 +58,9 @@ def test_drafts_have_transformers_logits(clusters: int | None, tmp_path: Path, m
         num_known += 1 + sum(drafted[:count] == text[num_known:][:count] for count in (1, 2, 3))
 
 
-@pytest.mark.parametrize("target", ["gemma4", pytest.param("gemma4-moe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "target", ["gemma4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma4-moe", "gemma4_unified"))]
+)
 def test_the_text_is_the_same_with_an_assistant(target: str, tmp_path: Path) -> None:
     write_decoder(target, tmp_path)
     write_assistant(tmp_path / "assistant", target, 8)

@@ -5,22 +5,24 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
-from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig
 
 from tests.support.architectures import spread
 from tests.support.decoders import SMALL, decoder_config
 from tests.support.toy import VOCAB_SIZE
 
 
-def write_assistant(folder: Path, target: str, clusters: int | None, seed: int = 3) -> Gemma4AssistantForCausalLM:
+def write_assistant(folder: Path, target: str, clusters: int | None, seed: int = 3) -> Any:
     """An assistant of the decoder `target` of the tests' table; with `clusters`, it has centroids of its vocabulary.
 
     Returns transformers' model. Its configuration class (5.23) refuses layers that all share KV, as an assistant's do.
     """
-    config = decoder_config(target)
+    config: Any = decoder_config(target)
+    family = "Gemma4Unified" if config.model_type == "gemma4_unified_text" else "Gemma4"
+    text_class: Any = getattr(transformers, f"{family}TextConfig")
     has_equal_kv = config.attention_k_eq_v
-    text = Gemma4TextConfig(
+    text = text_class(
         vocab_size=config.vocab_size,
         sliding_window=config.sliding_window,
         attention_k_eq_v=has_equal_kv,
@@ -33,26 +35,30 @@ def write_assistant(folder: Path, target: str, clusters: int | None, seed: int =
         layer_types=["sliding_attention", "sliding_attention", "full_attention"],
         num_attention_heads=4,
         global_head_dim=16,
-        hidden_size_per_layer_input=0,
-        vocab_size_per_layer_input=0,
+        **{} if family == "Gemma4Unified" else {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0},
         max_position_embeddings=config.max_position_embeddings,
         pad_token_id=1,
         bos_token_id=0,
         eos_token_id=2,
     )
-    whole = Gemma4AssistantConfig(
+    whole = getattr(transformers, f"{family}AssistantConfig")(
         text_config=text,
         backbone_hidden_size=config.hidden_size,
         use_ordered_embeddings=clusters is not None,
         num_centroids=clusters or 8,
         centroid_intermediate_top_k=3,
-        architectures=["Gemma4AssistantForCausalLM"],
+        architectures=[f"{family}AssistantForCausalLM"],
         dtype="float32",
     )
     torch.manual_seed(seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Gemma4TextConfig, "kv_sharing_modes", property(lambda self: ["reuse"] * self.num_hidden_layers))
-        model = Gemma4AssistantForCausalLM._from_config(whole, attn_implementation="eager").float().eval()
+        patch.setattr(text_class, "kv_sharing_modes", property(lambda self: ["reuse"] * self.num_hidden_layers))
+        model = (
+            getattr(transformers, f"{family}AssistantForCausalLM")
+            ._from_config(whole, attn_implementation="eager")
+            .float()
+            .eval()
+        )
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_floating_point() and "inv_freq" not in name and "embed_scale" not in name:
             spread(name, tensor)

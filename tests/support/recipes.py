@@ -36,7 +36,7 @@ _SPARSE = "2,048 tokens of context"
 RECIPES = (
     Recipe(_of("meta-llama", "Llama-3.1-8B-Instruct"), "Llama", "Llama", "llama", "EAGLE-3"),
     Recipe(_of("openai", "gpt-oss-120b"), "gpt-oss", "GptOss", "gpt_oss", "EAGLE-3"),
-    Recipe(_of("Google", "gemma-4-26B-A4B-it", "gemma-4-31B-it"), "Gemma 4", "Gemma4", "gemma4-moe"),
+    Recipe(_of("Google", "gemma-4-26B-A4B-it", "gemma-4-31B-it"), "Gemma 4", "Gemma4", "gemma4-moe", "MTP"),
     Recipe(_of("zai-org", "GLM-4.5", "GLM-4.6", "GLM-4.7"), "GLM-4", "Glm4Moe", "glm4_moe", "MTP"),
     Recipe(_of("zai-org", "GLM-OCR"), "GLM-OCR", "GlmOcr", "glm_ocr"),
     Recipe(_of("tencent", "Hy3-preview", "Hy3"), "Hy3", "HYV3", "hy_v3", "MTP"),
@@ -66,8 +66,8 @@ RECIPES = (
     ),
     Recipe(_of("MiniMaxAI", "MiniMax-M3"), "MiniMax-M3", "MiniMaxM3Sparse", "minimax_m3", "EAGLE-3", _SPARSE),
     Recipe(_of("dots-studio", "dots3-note-prev"), "dots3-note", "Dots3Note", "dots3_note", limit="not tried"),
-    Recipe(_of("Google", "gemma-4-E2B-it", "gemma-4-E4B-it"), "Gemma 4", "Gemma4", "gemma4"),
-    Recipe(_of("Google", "gemma-4-12B-it"), "Gemma 4", "Gemma4Unified", "gemma4_unified"),
+    Recipe(_of("Google", "gemma-4-E2B-it", "gemma-4-E4B-it"), "Gemma 4", "Gemma4", "gemma4", "MTP"),
+    Recipe(_of("Google", "gemma-4-12B-it"), "Gemma 4", "Gemma4Unified", "gemma4_unified", "MTP"),
     Recipe(_of("XiaomiMiMo", "MiMo-V2.5", "MiMo-V2.5-Pro"), "MiMo-V2.5", "MiMoV2", None, limit=_NO_CLASS),
     Recipe(_of("Qwen", "Qwen3-Next-80B-A3B-Instruct"), "Qwen3-Next", "Qwen3Next", "qwen3_next", "MTP"),
     Recipe(
