@@ -77,7 +77,7 @@ def read_gguf(path: Path) -> GgufFile:
         reader = _BoundedReader(path)
         metadata = {name: field.contents() for name, field in reader.fields.items()}
     except (ValueError, LookupError, OverflowError, TypeError, RecursionError) as error:
-        raise unusable(path, f"its header cannot be read ({error})") from error
+        raise unusable(path, f"it is damaged or ends too early ({error})") from error
     if reader.byte_order != "I":
         raise unusable(path, "it is big-endian")
     for tensor in reader.tensors:
