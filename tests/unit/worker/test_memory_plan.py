@@ -26,11 +26,12 @@ GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 SIZES = st.integers(0, 200 * GIB)
 
 
-@given(SIZES, SIZES, st.floats(0.01, 0.99), st.builds(Demand, st.just(1), SIZES, SIZES))
+@given(SIZES, SIZES, st.floats(0.01, 0.99), st.builds(Demand, st.just(1), SIZES, SIZES, SIZES))
 def test_everything_fits_beside_the_pool(total: int, used: int, fraction: float, demand: Demand) -> None:
     pool = pool_bytes(total, used, fraction, demand)
-    assert used + demand.weights + pool <= total * fraction
-    assert used + demand.weights + demand.dynamic + pool <= total
+    used += demand.weights + demand.states
+    assert used + pool <= total * fraction
+    assert used + demand.dynamic + pool <= total
 
 
 def test_the_pool_of_an_80_gib_gpu() -> None:
@@ -38,6 +39,7 @@ def test_the_pool_of_an_80_gib_gpu() -> None:
     total, used = 80 * GIB, 16 * GIB
     assert pool_bytes(total, used, 0.75, Demand(1)) == 44 * GIB
     assert pool_bytes(total, used, 0.75, Demand(1, weights=2 * GIB)) == 42 * GIB
+    assert pool_bytes(total, used, 0.75, Demand(1, states=3 * GIB)) == 41 * GIB
     assert pool_bytes(total, used, 0.75, Demand(1, dynamic=20 * GIB)) == 44 * GIB
     assert pool_bytes(total, used, 0.75, Demand(1, dynamic=30 * GIB)) == 34 * GIB
 
