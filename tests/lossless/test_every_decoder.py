@@ -104,11 +104,16 @@ def assert_same_with_drafts(llm: LLM, folder: Path) -> None:
 def assert_same_bits_in_any_batch(model: Any) -> None:
     """Of a row whose attention sees nothing but itself."""
     tokens, positions = TOKENS, [5 * place % 64 for place in range(len(TOKENS))]
-    together = model.logits(model._without_attention(tokens, positions)[1])
+
+    def logits(part: slice) -> torch.Tensor:
+        states = model._states_apart(len(tokens[part]))
+        rows: torch.Tensor = model.logits(model._without_attention(tokens[part], positions[part], states)[1])
+        return rows
+
+    together = logits(slice(None))
     for start, count in [(0, 1), (17, 1), (3, 2), (8, 5), (1, 16), (7, 33)]:
         part = slice(start, start + count)
-        alone = model.logits(model._without_attention(tokens[part], positions[part])[1])
-        assert torch.equal(alone, together[part]), (start, count)
+        assert torch.equal(logits(part), together[part]), (start, count)
 
 
 def texts_of(llm: LLM, params: SamplingParams | Sequence[SamplingParams]) -> list[list[int]]:
