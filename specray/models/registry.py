@@ -27,7 +27,7 @@ from specray.models.fused_forward import FusedForward
 from specray.models.llama import Llama
 from specray.models.llama_config import LlamaConfig
 from specray.models.llama_shape import check_heads
-from specray.models.loading import Loader
+from specray.models.loading import EMBEDDING, Loader
 from specray.models.moe_models import Mixtral, Qwen3Moe
 from specray.models.quantized_formats import checkpoint_format
 from specray.models.target_model import ModelShape, TargetModel
@@ -164,6 +164,20 @@ def _layer_attention(config: PretrainedConfig, max_positions: int) -> list[Layer
         return None
     types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     return [LayerAttention(window=window if kind == "sliding_attention" else None) for kind in types]
+
+
+def vocab_names(folder: Path, loader: Loader, tied: bool) -> tuple[str, str]:
+    """The tensors of the embedding and the output matrix in `folder`; see `Loader.output_name`. Reads no weights."""
+    config = load_config(folder)
+    if is_native(config):
+        return EMBEDDING, loader.output_name(tied)
+    from specray.models.transformers_skeleton import build_skeleton  # imports transformers' models
+    from specray.models.transformers_weights import stored_vocab_names
+
+    names = stored_vocab_names(build_skeleton(config, loader.dtype), loader.names())
+    if names.embedding is None:
+        raise ConfigError(f"the checkpoint in {folder} has no embedding that a drafter can read; use an inline drafter")
+    return names.embedding, names.output or names.embedding
 
 
 def check_ranks(config: PretrainedConfig, tp_size: int) -> None:

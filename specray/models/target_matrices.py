@@ -7,7 +7,8 @@ from torch import Tensor
 
 from specray.layers.linear import VocabEmbedding, VocabHead
 from specray.layers.parallel import RankGroup
-from specray.models.loading import EMBEDDING, HEAD, Loader
+from specray.models.loading import Loader
+from specray.models.registry import vocab_names
 from specray.models.target_model import ModelShape, TargetModel
 
 
@@ -47,28 +48,30 @@ class TargetMatrices:
         """The target's embedding, or the head's `own` [vocab, hidden] where that is another matrix."""
         if self._target is not None and (own is None or torch.equal(own, self._target.embedding.weight)):
             return self._target.embedding
-        return VocabEmbedding(self._matrix(EMBEDDING) if own is None else own, RankGroup())
+        return VocabEmbedding(self._read(0) if own is None else own, RankGroup())
 
     def head(self, ids: Tensor | None, own: Tensor | None = None) -> VocabHead:
         """The target's output matrix, or the head's `own` [vocab, hidden] where that is another; of these rows `ids`.
 
         `ids` is int64 [n]; None: all rows.
         """
-        if self._shares_head and ids is None and (own is None or torch.equal(own, self._matrix(HEAD))):
+        if self._shares_head and ids is None and (own is None or torch.equal(own, self._output())):
             assert self._target is not None
             return self._target.head
-        matrix = self._matrix(HEAD) if own is None else own
+        matrix = self._output() if own is None else own
         rows = matrix if ids is None else matrix.index_select(0, ids.to(matrix.device))
         return VocabHead(rows, len(rows), RankGroup(), self.quantization)
 
-    def _matrix(self, name: str) -> Tensor:
+    def _output(self) -> Tensor:
         """[vocab, hidden]. The embedding serves as output matrix if the target has no other."""
-        if self._target is not None and self.shape.tied:
-            return self._target.embedding.weight
+        return self._target.embedding.weight if self._target is not None and self.shape.tied else self._read(1)
+
+    def _read(self, place: int) -> Tensor:
+        """The embedding (0) or the output matrix (1) [vocab, hidden]."""
         loader = Loader(self._folder, self._load_format, self.dtype, self.device)
         try:
-            stored = loader.output_name(self.shape.tied) if name == HEAD else name
-            return loader.tensor(stored, (self.shape.vocab_size, self.shape.hidden_size))
+            name = vocab_names(self._folder, loader, self.shape.tied)[place]
+            return loader.tensor(name, (self.shape.vocab_size, self.shape.hidden_size))
         finally:
             loader.close()
 

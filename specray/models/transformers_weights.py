@@ -36,6 +36,7 @@ from specray.models.transformers_skeleton import AttentionCall, decoder_of
 
 # How checkpoints of image models name a language model that is built alone: packages for their encoders are missing.
 _LANGUAGE_MODEL = re.compile(r"^model\.language_model\.")
+_NUMBERED = re.compile(r"\.\d+\.")  # tensors of layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,6 @@ def load_weights(model: Any, loader: Loader, split: Split, calls: Mapping[int, A
     ConfigError if the checkpoint lacks a tensor.
     """
     _make_buffers(model, loader.device)
-    embedding = _name_of(model, model.get_input_embeddings())
     output = _name_of(model, model.get_output_embeddings())
     stored: dict[str, str] = {}
     filling = _Filling(model, loader, {output}, split, calls)
@@ -63,7 +63,7 @@ def load_weights(model: Any, loader: Loader, split: Split, calls: Mapping[int, A
         if isinstance(value, str):
             stored[name] = value
         filling.set(name, value)
-    names = StoredNames(*(stored.get(name) for name in (f"{embedding}.weight", f"{output}.weight", f"{output}.bias")))
+    names = StoredNames(*map(stored.get, _vocab_parameters(model)))
     if missing := filling.missing():
         raise _incomplete(loader, type(model).__name__, missing)
     if names.output is None and not model.config.tie_word_embeddings:
@@ -73,6 +73,18 @@ def load_weights(model: Any, loader: Loader, split: Split, calls: Mapping[int, A
             "embedding"
         )
     return names
+
+
+def stored_vocab_names(model: Any, names: Collection[str]) -> StoredNames:
+    """How a checkpoint with tensors `names` names the embedding and the output matrix of the skeleton `model`."""
+    renamings, converters = _conversions(model)
+    state = model.state_dict()
+    stored = {
+        _renamed(name, renamings, converters, model.base_model_prefix, state)[0]: name
+        for name in names
+        if not _NUMBERED.search(name)
+    }
+    return StoredNames(*map(stored.get, _vocab_parameters(model)))
 
 
 def load_first_layer(model: Any, loader: Loader, prefix: str, tensors: Mapping[str, str], call: AttentionCall) -> None:
@@ -96,6 +108,19 @@ def _incomplete(loader: Loader, whole: str, missing: Sequence[str]) -> ConfigErr
         f"the checkpoint in {loader.folder} lacks {len(missing)} tensors of {whole}: {first_of(missing)}; the files "
         "are incomplete, or their names are those of another implementation"
     )
+
+
+def _vocab_parameters(model: Any) -> tuple[str, str, str]:
+    """The fields of StoredNames, by their names in `model`."""
+    embedding = _name_of(model, model.get_input_embeddings())
+    output = _name_of(model, model.get_output_embeddings())
+    return f"{embedding}.weight", f"{output}.weight", f"{output}.bias"
+
+
+def _conversions(model: Any) -> tuple[list[WeightRenaming], list[WeightConverter]]:
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    return renamings, [entry for entry in mapping if isinstance(entry, WeightConverter)]
 
 
 def _name_of(model: Any, wanted: nn.Module) -> str:
@@ -127,9 +152,7 @@ def _converted(model: Any, loader: Loader, names: Mapping[str, str]) -> Iterator
 
     `names` are the stored tensors, by the names that they have in a checkpoint of this model.
     """
-    mapping = get_model_conversion_mapping(model)
-    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    renamings, converters = _conversions(model)
     by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
     state = model.state_dict()
     collected: dict[str, WeightConverter] = {}

@@ -27,6 +27,7 @@ from specray.worker.remote_drafter import server, source, wire
 from specray.worker.remote_drafter.server import DraftServer
 from specray.worker.remote_drafter.wire import DraftReply
 from tests.support.colocated import EPOCH, Colocated, Recorded, worker_of
+from tests.support.decoders import write_decoder
 from tests.support.engine import make_llm, visible
 from tests.support.methods import METHODS, Make
 
@@ -92,6 +93,23 @@ def test_trees_equal_those_of_the_inline_drafter(
     assert record.trees == inline.trees
     assert sum(len(tree.tokens) > 1 for step in inline.trees for tree in step) > 5  # type: ignore[attr-defined]
     assert record.take_faults() == []  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "gpt_neox"])
+def test_a_head_finds_the_matrices_of_a_target_with_other_names(name: str, tmp_path: Path) -> None:
+    """The embedding of one is model.language_model.embed_tokens, of the other gpt_neox.embed_in."""
+    write_decoder(name, tmp_path)
+    speculative = METHODS["EAGLE3"](tmp_path, tmp_path)
+    with make_llm(tmp_path, speculative=speculative) as llm:
+        inline = recorded(llm)
+        expected = run(llm)
+    with make_llm(tmp_path, speculative=speculative) as llm:
+        colocated = Colocated(llm, tmp_path)
+        colocated.start()
+        record = recorded(llm)
+        assert [visible(choice) for choice in run(llm)] == [visible(choice) for choice in expected]
+        colocated.close()
+    assert record.trees == inline.trees
 
 
 def test_a_target_that_refuses_its_drafter_says_why_on_both_sides(toy: Path, tmp_path: Path) -> None:
