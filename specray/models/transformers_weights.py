@@ -133,6 +133,8 @@ def _make_buffers(model: Any, device: torch.device) -> None:
     """Compute the buffers that no checkpoint has, such as rotary frequencies, as transformers does."""
     owners: dict[str, Any] = {path: part for path, part in model.named_modules() if isinstance(part, PreTrainedModel)}
     for name, module in model.named_modules():
+        for key in [key for key, value in vars(module).items() if isinstance(value, Tensor) and value.is_meta]:
+            delattr(module, key)  # what a pass of the skeleton has kept, such as longrope's other frequencies
         own = {key for key in module._non_persistent_buffers_set if module._buffers[key] is not None}
         for key in own:
             buffer = module._buffers[key]

@@ -71,11 +71,14 @@ def test_scaled_positions_are_those_of_transformers(name: str, rope: dict[str, A
 
 def test_factors_for_long_contexts_are_those_of_the_file(tmp_path: Path) -> None:
     changes = {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 64}
-    write_gguf_decoder("phi3", tmp_path / "model.gguf", **changes)
+    reference = write_gguf_decoder("phi3", tmp_path / "model.gguf", **changes)
     folder = convert_gguf(tmp_path / "model.gguf", progress=False)
     found = json.loads((folder / "config.json").read_text())["rope_parameters"]
     for key, value in _LONGROPE.items():
         assert found[key] == pytest.approx(value), key
+    with make_llm(folder, context_length=64) as llm:
+        logits = logits_in_chunks(llm._executor.worker.model, TOKENS, len(TOKENS))
+    torch.testing.assert_close(logits, logits_of(reference, TOKENS), atol=1e-4, rtol=0.0)
 
 
 def test_every_architecture_has_a_file() -> None:
