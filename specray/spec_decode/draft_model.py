@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.errors import ConfigError
@@ -25,7 +26,7 @@ from specray.layers.parallel import RankGroup
 from specray.models.causal_lm import CausalLM
 from specray.models.files import resolve_draft
 from specray.models.fused import tree_network
-from specray.models.registry import context_length, load_config, load_model
+from specray.models.registry import context_length, load_config, load_model, shape_of
 from specray.models.target_matrices import TargetMatrices
 from specray.models.target_model import TargetModel
 from specray.models.tokenizer import load_tokenizer
@@ -237,9 +238,9 @@ class DraftModel:
 
 
 def load_draft_model(config: SpeculativeConfig, target: TargetView) -> DraftModel:
-    """The model at `speculative.draft_model_path`. ConfigError if its tokens are not the target's."""
+    """The model at `speculative.draft_model_path`. ConfigError if it keeps states, or has other tokens."""
     folder = resolve_draft(config, progress=False)
-    model_config = load_config(folder)
+    model_config = _draft_config(folder)
     num_tokens = num_common_tokens(folder, model_config.vocab_size, target)
     dtype, quantization = draft_dtype(config, target), draft_quantization(config, target)
     options = EngineConfig(
@@ -250,11 +251,6 @@ def load_draft_model(config: SpeculativeConfig, target: TargetView) -> DraftMode
         moe_runner_backend=target.moe_runner_backend,
     )
     model = load_model(folder, options, RankGroup(), target.device, progress=False)
-    if model.shape.states:
-        raise ConfigError(
-            f"{folder}: layers of this draft model keep states, which a draft tree would change; choose a draft model "
-            "whose layers all have attention, or another algorithm"
-        )
     if target.model is not None and isinstance(model, CausalLM):
         _share_matrices(model, target.model)
     ids = configured_token_map(config, target)
@@ -266,10 +262,21 @@ def load_draft_model(config: SpeculativeConfig, target: TargetView) -> DraftMode
 
 
 def check_draft_model_files(config: SpeculativeConfig, target: TargetFiles) -> None:
-    """ConfigError if `speculative.draft_model_path` is not a supported model, or its tokens are not the target's."""
+    """ConfigError if `speculative.draft_model_path` is not a supported model, keeps states, or has other tokens."""
     folder = resolve_draft(config, progress=False)
-    num_common_tokens(folder, load_config(folder).vocab_size, target)
+    num_common_tokens(folder, _draft_config(folder).vocab_size, target)
     WeightReader(folder, config.draft_load_format).close()
+
+
+def _draft_config(folder: Path) -> PretrainedConfig:
+    """The draft model's config. ConfigError if its layers keep states."""
+    model_config = load_config(folder)
+    if shape_of(model_config, RankGroup()).states:
+        raise ConfigError(
+            f"{folder}: layers of this draft model keep states, which a draft tree would change; choose a draft model "
+            "whose layers all have attention, or another algorithm"
+        )
+    return model_config
 
 
 def num_common_tokens(folder: Path, vocab_size: int, target: TargetView | TargetFiles) -> int:

@@ -10,6 +10,7 @@ import pytest
 from specray.config import EngineConfig
 from specray.errors import ConfigError
 from specray.spec_decode.model_files import check_model_files
+from tests.support.decoders import write_decoder
 from tests.support.heads import write_random_head
 from tests.support.methods import METHODS
 from tests.support.toy import write_toy
@@ -63,6 +64,10 @@ def other_tokens(folder: Path, target: Path) -> None:  # noqa: ARG001
     path.write_text(path.read_text().replace('"th": ', '"tx": ').replace('"t",\n        "h"', '"t",\n        "x"'))
 
 
+def with_states(folder: Path, target: Path) -> None:  # noqa: ARG001
+    write_decoder("lfm2", folder)
+
+
 def no_weights(folder: Path, target: Path) -> None:  # noqa: ARG001
     write_toy(folder)
     (folder / "model.safetensors").unlink()
@@ -80,6 +85,7 @@ def no_weights(folder: Path, target: Path) -> None:  # noqa: ARG001
         ("EAGLE3", large_vocabulary, "vocab_size=128, but the target's is 64"),
         ("EAGLE3", no_weights, "model.safetensors"),
         ("STANDALONE", other_tokens, "in the draft model's vocabulary"),
+        ("STANDALONE", with_states, "layers of this draft model keep states"),
         ("STANDALONE", no_weights, "safetensors"),
         ("MTP", no_weights, "safetensors"),
     ],
