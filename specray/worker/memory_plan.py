@@ -19,6 +19,7 @@ from specray.config import EngineConfig, SpeculativeConfig
 from specray.errors import ConfigError
 from specray.layers.parallel import RankGroup
 from specray.models.files import resolve_draft
+from specray.models.heads.mtp_layouts import find_layout
 from specray.models.target_model import ModelShape
 from specray.models.weights import WeightReader
 from specray.ops.attention import row_bytes
@@ -33,6 +34,7 @@ _GRAPH_BYTES = 16 << 20  # that the driver keeps for a captured forward pass, or
 CONTEXT_BYTES = 600 << 20  # of CUDA and its libraries, in each process on the device
 logger = logging.getLogger(__name__)
 _MANY_NODES = 8  # of a tree, where num_draft_tokens is automatic
+_STATE_COPIES = 5  # of the states of one level of a step's rows, while torch computes a layer's
 _MANY_LAYERS = 3  # whose hidden states an EAGLE-3 head reads
 
 
@@ -116,16 +118,17 @@ def demand_of(
     drafters = config.speculative.members.values() if group.leads and is_beside else ()
     for drafter in filter(_has_draft_model, drafters):
         if drafter.draft_model_path is None:  # layers of the target's own checkpoint, like its others
-            count = getattr(model_config, "num_nextn_predict_layers", None) or 0
-            weights += count * (_weight_bytes(folder, config.load_format, dtype) // (num_layers + count))
-            token += count * layer_token
+            count, own_weights = _mtp_layers(folder, config.load_format, num_layers, dtype)
+            weights, token = weights + own_weights, token + count * layer_token
+            if count > 1:  # see StackDrafter, which keeps their outputs
+                token += count * shape.hidden_size * dtype.itemsize
         else:
             own_weights, own_token = _draft(drafter, dtype)
             weights, token = weights + own_weights, token + own_token
     dynamic = 0
     if device.type == "cuda":
         width = _layer_width(model_config, shape)
-        dynamic = _steps(config, shape, width, dtype)
+        dynamic = _steps(config, shape, width, dtype) + _state_copies(config, shape)
         if group.leads and placement != "separate":
             dynamic += _drafts(config, shape, width, dtype, placement == "inline")
         if group.leads and placement == "colocated":
@@ -180,6 +183,14 @@ def _weight_bytes(folder: Path, load_format: str, dtype: torch.dtype) -> int:
         return reader.num_weights() * dtype.itemsize
 
 
+def _mtp_layers(folder: Path, load_format: str, num_layers: int, dtype: torch.dtype) -> tuple[int, int]:
+    """(number of MTP layers beside a target's `num_layers`, bytes of their weights, as if all layers had the same)."""
+    with WeightReader(folder, load_format) as reader:
+        _, numbers = find_layout(reader.names()) or (None, [])
+        average = reader.num_weights() * dtype.itemsize // (num_layers + len(numbers))
+    return len(numbers), len(numbers) * average
+
+
 def _token_bytes(folder: Path, dtype: torch.dtype) -> int:
     """KV of a token in a draft model of the usual shape; 0 if its config.json does not say."""
     draft_config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -201,6 +212,12 @@ def _steps(config: EngineConfig, shape: ModelShape, width: int, dtype: torch.dty
     captured = buckets(_graph_rows(config), nodes)
     most = max(bucket.num_tokens for bucket in captured)
     return step.num_bytes + graph_bytes(len(captured), step._replace(num_tokens=most, num_sampled=most))
+
+
+def _state_copies(config: EngineConfig, shape: ModelShape) -> int:
+    """Bytes of the states that an operation in torch computes at once: of all rows of one level, see `gated_delta`."""
+    largest = max((state.num_bytes for state in shape.states), default=0)
+    return config.max_running_requests * _widest_level(config) * largest * _STATE_COPIES
 
 
 def _drafts(config: EngineConfig, shape: ModelShape, width: int, dtype: torch.dtype, is_inline: bool) -> int:
@@ -229,6 +246,15 @@ def _most_nodes(config: EngineConfig) -> int:
     return max((drafter.num_draft_tokens or _MANY_NODES for drafter in members), default=1)
 
 
+def _widest_level(config: EngineConfig) -> int:
+    """Most nodes of one depth in a request's tree."""
+    widest = 1
+    for drafter in config.speculative.members.values():
+        drafts = (drafter.num_draft_tokens or _MANY_NODES) - 1
+        widest = max(widest, min(drafts, (drafter.eagle_topk or drafts) ** 2))
+    return widest
+
+
 def _graph_rows(config: EngineConfig) -> int:
     return min(config.cuda_graph_max_bs or config.max_running_requests, config.max_running_requests)
 
@@ -236,9 +262,18 @@ def _graph_rows(config: EngineConfig) -> int:
 def _layer_width(model_config: PretrainedConfig, shape: ModelShape) -> int:
     """Values of a token that are alive at once inside a layer, with its inputs for the layers after it."""
     heads = (shape.num_local_heads + 2 * shape.num_local_kv_heads) * shape.head_dim
-    of_layers = model_config.intermediate_size  # Gemma 3n: a list
-    ffn_size = max(of_layers) if isinstance(of_layers, list) else int(of_layers)
+    ffn_size = _ffn_size(model_config)
     if getattr(model_config, "use_double_wide_mlp", False):
         ffn_size *= 2
     per_layer = shape.num_layers * (getattr(model_config, "hidden_size_per_layer_input", 0) or 0)
     return 4 * shape.hidden_size + heads + 3 * ffn_size + per_layer
+
+
+def _ffn_size(model_config: PretrainedConfig) -> int:
+    """The widest feed-forward of a layer, or expert, of which one runs after the other."""
+    sizes: list[int] = []
+    for name, value in vars(model_config).items():  # an architecture need not have `intermediate_size`
+        if "intermediate_size" in name or name in {"ffn_dim", "n_inner"}:
+            of_layers = value if isinstance(value, list) else [value]  # Gemma 3n: a list
+            sizes += [size for size in of_layers if isinstance(size, int)]
+    return max(sizes, default=4 * model_config.hidden_size)

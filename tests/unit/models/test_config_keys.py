@@ -66,7 +66,7 @@ _CLASSES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
 _HARMLESS = {
     *("initializer_range", "use_cache", "attention_dropout", "pretraining_tp", "output_router_logits"),
     *("router_aux_loss_coef", "router_jitter_noise", "pad_token_id", "bos_token_id", "eos_token_id", "qk_head_dim"),
-    "num_nextn_predict_layers",  # read by MTP
+    "num_nextn_predict_layers",  # the checkpoint's tensors say it
 }
 # Keys that are computed, and another value of each.
 _COMPUTED: dict[str, Any] = {

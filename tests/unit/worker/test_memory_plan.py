@@ -1,6 +1,8 @@
 """Memory is divided before the pool is allocated: what the drafter, steps and graphs take is not given to it."""
 
 import json
+import re
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import cast
@@ -10,16 +12,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.layers.parallel import RankGroup
 from specray.models.registry import load_config, shape_of
+from specray.models.transformers_skeleton import build_skeleton
 from specray.worker.buckets import MAX_TOKENS, Bucket, buckets, node_buckets, row_buckets
 from specray.worker.memory_plan import CONTEXT_BYTES, Demand, demand_of, pool_bytes
 from specray.worker.remote_drafter.handshake import DraftPlacement
-from tests.support.decoders import write_decoder
+from tests.support.decoders import SERVED, decoder_config, write_decoder
 from tests.support.gpt_oss import write_gpt_oss
 from tests.support.heads import write_random_head
+from tests.support.published_mtp import FAMILIES, write_published
 
 GIB = 1 << 30
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -49,6 +54,8 @@ def demand(toy: Path, device: torch.device = GPU, **options: object) -> Demand:
     uses_cuda_ipc = bool(options.pop("uses_cuda_ipc", False))
     model_config = load_config(toy)
     shape = shape_of(model_config, RankGroup())
+    if not options.pop("has_states", True):
+        shape = replace(shape, states=())
     config = EngineConfig(model=str(toy), **options)  # type: ignore[arg-type]
     return demand_of(config, model_config, shape, toy, torch.bfloat16, device, RankGroup(), placement, uses_cuda_ipc)
 
@@ -104,15 +111,16 @@ def test_kv_of_the_target_and_its_head_is_counted(toy: Path, tmp_path: Path) -> 
     assert drafted.weights == 2 * sum(tensor.numel() for tensor in load_file(head / "model.safetensors").values())
 
 
-def test_layers_of_the_targets_own_checkpoint_are_counted_like_its_others(toy: Path) -> None:
-    (toy_config := load_config(toy)).num_nextn_predict_layers = 2
-    config = EngineConfig(model=str(toy), speculative=SpeculativeConfig(algorithm="MTP"))
-    seen = demand_of(
-        config, toy_config, shape_of(toy_config, RankGroup()), toy, torch.bfloat16, CPU, RankGroup(), False
-    )
-    assert seen.token == 2 * demand(toy, CPU).token
-    weights = sum(tensor.numel() for tensor in load_file(toy / "model.safetensors").values())
-    assert seen.weights == 2 * (2 * weights // 4)
+@pytest.mark.parametrize("name", ["glm4_moe", "qwen3_next", "mimo_v2_flash", "ernie4_5_moe"])
+def test_layers_of_the_targets_own_checkpoint_are_counted_like_its_others(name: str, tmp_path: Path) -> None:
+    """Not by config.json, which need not say how many there are."""
+    write_published(name, tmp_path)
+    shape, count = shape_of(load_config(tmp_path), RankGroup()), FAMILIES[name].num_layers
+    plain, seen = (demand(tmp_path, CPU, speculative=SpeculativeConfig(algorithm=each)) for each in (None, "MTP"))
+    outputs = count * shape.hidden_size if count > 1 else 0  # which several layers keep
+    assert seen.token - plain.token == 2 * (count * 2 * shape.num_local_kv_heads * shape.head_dim + outputs)
+    weights = sum(tensor.numel() for tensor in load_file(tmp_path / "model.safetensors").values())
+    assert seen.weights == count * (2 * weights // (shape.num_layers + count))
 
 
 def test_a_quantised_draft_model_is_counted_as_it_is_expanded(toy: Path, tmp_path: Path) -> None:
@@ -155,6 +163,36 @@ def test_steps_graphs_and_processes_are_counted_on_a_gpu(toy: Path) -> None:
     assert demand(toy, cuda_graph_max_bs=1).dynamic < plain.dynamic
     assert demand(toy, placement="colocated").dynamic > plain.dynamic
     assert demand(toy, CPU).dynamic == 0
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_a_layer_is_as_wide_as_its_matrices(name: str, tmp_path: Path) -> None:
+    """Also where the configuration has no `intermediate_size`, which the small ones are given."""
+    config = decoder_config(name, intermediate_size=...)
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+    config.save_pretrained(tmp_path)
+    fewer, more = (demand(tmp_path, disable_cuda_graph=True, max_prefill_tokens=count) for count in (2048, 2049))
+    matrices = [
+        tensor
+        for key, tensor in build_skeleton(config, torch.float32).named_parameters()
+        if re.search(r"\.\d+\.", key) and tensor.dim() > 1
+    ]
+    assert (more.dynamic - fewer.dynamic) // 2 >= max(max(tensor.shape[-2:]) for tensor in matrices)
+
+
+def test_the_states_that_a_step_computes_are_counted_on_a_gpu(tmp_path: Path) -> None:
+    """Of the rows of each request that have as many rows before them: of one node of a chain, of several of a tree."""
+    write_published("qwen3_5", tmp_path)
+    largest, rows = 4 * 8 * 12 * 4, EngineConfig().max_running_requests
+    for options, level in (
+        ({}, 1),
+        ({"algorithm": "NGRAM", "num_draft_tokens": 6}, 5),
+        ({"algorithm": "MTP", "num_steps": 3, "eagle_topk": 1, "num_draft_tokens": 4}, 1),
+        ({"algorithm": "MTP", "num_steps": 3, "eagle_topk": 2, "num_draft_tokens": 9}, 4),
+    ):
+        speculative = SpeculativeConfig.model_validate(options)
+        plain, seen = (demand(tmp_path, speculative=speculative, has_states=has) for has in (False, True))
+        assert seen.dynamic - plain.dynamic == 5 * rows * level * largest
 
 
 @given(st.integers(1, 300), st.integers(1, 128))
