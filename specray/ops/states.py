@@ -119,6 +119,11 @@ class StatePass:
             self._kept.append((operation, [part.index_select(0, places) for part in inputs]))
         return operation(inputs, pool, self._rows)
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether every operation has run."""
+        return self._next == len(self._pools)
+
     def commit(self, accepted: Sequence[Sequence[int]]) -> None:
         """Bring the states behind the accepted drafts: of each request the nodes of its tree, from depth 1 on."""
         if not any(accepted):

@@ -57,7 +57,9 @@ class ModelRunner:
         if self.states is not None:
             attend = self.states.attending(attend)
         step = (batch.token_ids, batch.positions, attend, batch.node_places, aux_hidden_state_layers, only_largest)
-        return ForwardOutput(*self._forward(*step), batch.roots)
+        output = ForwardOutput(*self._forward(*step), batch.roots)
+        assert self.states is None or self.states.is_complete
+        return output
 
 
 class KernelRunner(ModelRunner):
@@ -107,5 +109,6 @@ def make_runner(
     """The runner of the CPU kernels, where they have the whole model: one without states."""
     forward = model.step_forward(attention)
     if isinstance(forward, FusedForward):
+        assert states is None
         return KernelRunner(model, kv, attention, forward)
     return ModelRunner(model, kv, attention, states)

@@ -33,6 +33,11 @@ class StatePool:
         """The `attend` of the prepared pass, with its states."""
         return StatefulAttend(attend, self._pass)
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether every operation of the prepared pass has run."""
+        return self._pass.is_complete
+
     def commit(self, accepted: Sequence[Sequence[int]]) -> None:
         """Bring the states of the step's requests behind their accepted drafts, see StatePass."""
         self._pass.commit(accepted)

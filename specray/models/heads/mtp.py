@@ -173,10 +173,14 @@ class MtpLayers:
         widest = max(self.attention, key=lambda layer: layer.num_kv_heads * layer.head_dim)
         self.shape = replace(
             self.shared.shape,
+            num_layers=len(numbers),
             eps=config.rms_norm_eps,
             num_local_heads=widest.num_heads,
             num_local_kv_heads=widest.num_kv_heads,
             head_dim=widest.head_dim,
+            num_shared_kv_layers=0,
+            num_state_layers=0,
+            states=(),
         )
 
 

@@ -8,7 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specray.errors import ConfigError
+from specray.layers.parallel import RankGroup
 from specray.models.heads.mtp import MtpHead, MtpLayers, MtpStack, check_mtp_files, holds_mtp_layers, load_mtp_layers
+from specray.models.registry import load_config, shape_of
 from specray.models.target_matrices import TargetMatrices
 from specray.models.target_model import ModelShape
 from tests.support.naive_eagle import attend_to_the_past
@@ -19,8 +21,8 @@ TOKENS = torch.tensor([7 * place % 64 for place in range(40)])  # more than the 
 SHAPE = ModelShape(2, 32, 64, 1e-6, False, 4, 2, 8)  # of all targets here, as far as a head reads it
 
 
-def load(folder: Path) -> MtpLayers:
-    shared = TargetMatrices(SHAPE, 256, folder, "auto", torch.float32, torch.device("cpu"), None)
+def load(folder: Path, shape: ModelShape = SHAPE) -> MtpLayers:
+    shared = TargetMatrices(shape, 256, folder, "auto", torch.float32, torch.device("cpu"), None)
     return load_mtp_layers(folder, "auto", shared)
 
 
@@ -47,6 +49,14 @@ def test_layers_equal_transformers_eager_modules(name: str, tmp_path: Path) -> N
         torch.testing.assert_close(ours, expected, atol=1e-4, rtol=0.0)
         logits = head.logits(ours if len(references) == 1 else ours[:, None])
         torch.testing.assert_close(logits, target.lm_head(expected), atol=1e-4, rtol=0.0)
+
+
+def test_layers_of_a_target_with_states_have_none(tmp_path: Path) -> None:
+    write_published("qwen3_next", tmp_path)
+    target = shape_of(load_config(tmp_path), RankGroup())
+    shape = load(tmp_path, target).shape
+    assert target.num_state_layers == 3
+    assert (shape.num_kv_layers, shape.states) == (1, ())
 
 
 def test_a_window_and_sinks_are_those_of_the_family(tmp_path: Path) -> None:

@@ -113,7 +113,9 @@ def test_a_step_leaves_the_state_behind_the_accepted_drafts(
     chain = [part[3:6] for part in wrong]
     step = [torch.cat(parts) for parts in zip(nodes, chain, strict=True)]
     states = StatePass([pool], StateRows.of([1, 2], [7, 3], [1, 1], [False] * 2, [TREE, [-1, 0, 1]]))
+    assert not states.is_complete
     found = states.run(operation, *step)
+    assert states.is_complete
     tolerance = 0.0 if kernels() is not None else 1e-5
     torch.testing.assert_close(found[[0, *PATH]], results[5:9], atol=tolerance, rtol=0.0)
     states.commit([PATH[:accepted], []])
