@@ -57,7 +57,7 @@ class AttentionCall:
     window: int | None
     softcap: float | None
     sinks: Tensor | None  # [heads]
-    source: int | None = None  # an earlier layer, whose keys and values it attends to instead of its own
+    source: int | None = None  # place of an earlier call, whose keys and values it attends to instead of its own
 
     @property
     def kind(self) -> tuple[float | None, ...]:
@@ -218,7 +218,7 @@ def attention_calls(model: Any) -> dict[int, AttentionCall]:
     keys: list[Tensor] = []
 
     def attention(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
-        source = next((layer for layer, earlier in enumerate(keys) if earlier is k), None)
+        source = next((place for place, earlier in enumerate(keys) if earlier is k), None)
         calls.append(replace(call, source=source))
         keys.append(k)
         return q.new_empty(1, q.shape[2], q.shape[1], v.shape[-1])
@@ -290,6 +290,11 @@ def _check_calls(config: Any, layers: list[int], calls: list[AttentionCall]) -> 
             f"transformers' modules of model_type={kind} call attention {len(calls)} times in {len(layers)} layers; "
             "served are layers with attention, and once: choose another model"
         )
+    if not calls:
+        raise ConfigError(
+            f"no layer of model_type={kind} attends to earlier tokens: all keep a state for each request instead of "
+            "keys and values; served are models with both: choose another"
+        )
     types = getattr(config, "layer_types", None) or []
     silent = [
         layer
@@ -301,9 +306,9 @@ def _check_calls(config: Any, layers: list[int], calls: list[AttentionCall]) -> 
             f"layer {silent[0]} of model_type={kind} has a sliding window that its modules do not pass to attention; "
             "choose another model"
         )
-    for layer, call in enumerate(calls):
+    for layer, call in zip(layers, calls, strict=True):
         if call.source is not None and (call.kind != calls[call.source].kind or call.sinks is not None):
             raise ConfigError(
-                f"layer {layer} of model_type={kind} reads the KV of layer {call.source}, but attends in another way; "
-                "choose another model"
+                f"layer {layer} of model_type={kind} reads the KV of layer {layers[call.source]}, but attends in "
+                "another way; choose another model"
             )

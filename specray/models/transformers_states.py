@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from specray.errors import ConfigError
 from specray.ops.device_ops import ops_on
 from specray.ops.states import StateOperation, StateRows, States, StateShape
 from specray.ops.states_torch import Convolution, DeltaNet
 
+_SILU = ("silu", "swish")  # its names in transformers
 # What `transformers_skeleton.computing` has set; None: the pass has no states.
 states_of_pass: ContextVar[States | None] = ContextVar("states", default=None)
 
@@ -53,6 +55,10 @@ class _Convolve:
     def __init__(self, conv: Any, has_silu: bool) -> None:
         self._has_silu = has_silu
         channels, _, width = conv.weight.shape
+        if width < 1:
+            raise ConfigError(
+                f"a convolution over {width} tokens; correct linear_conv_kernel_dim or conv_L_cache in config.json"
+            )
         self.shape = StateShape((width - 1, channels), conv.weight.dtype)
 
     def pack(self, conv: Any) -> None:
@@ -88,9 +94,21 @@ class GatedDeltaNet(StateLayer):
     beta_scale = 1.0
 
     def __init__(self, module: Any) -> None:
+        """Takes the parts of `module`. ConfigError if it is configured to compute something else."""
         super().__init__(module)
         self.num_k_heads, self.num_v_heads = module.num_k_heads, module.num_v_heads
         self.k_dim, self.v_dim = module.head_k_dim, module.head_v_dim
+        kind = type(module).__name__
+        for activation in (module.activation, self.gated_norm.activation):
+            if activation not in _SILU:
+                raise ConfigError(f"{kind} asks for {activation}, but is computed with silu only; choose another model")
+        sizes = self.num_k_heads, self.num_v_heads, self.k_dim, self.v_dim
+        if min(sizes) < 1 or self.num_v_heads % self.num_k_heads:
+            raise ConfigError(
+                f"{kind} has {self.num_k_heads} key heads of {self.k_dim} and {self.num_v_heads} value heads of "
+                f"{self.v_dim}; value heads must be a multiple of key heads, and all positive: correct "
+                "linear_num_*_heads and linear_*_head_dim in config.json"
+            )
         self._convolve, self._delta = _Convolve(self.conv1d, has_silu=True), _Delta(self)
 
     @property

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from specray.ops.row_wise import sigmoid, silu, softplus
 from specray.ops.states import StateRows
 
 NORM_EPS = 1e-6  # of queries and keys, as in flash-linear-attention
@@ -61,7 +61,7 @@ def convolve(conv: Convolution, x: Tensor, pool: Tensor, rows: StateRows) -> Ten
     if len(kept) and moved.any():
         slots = rows.slots[torch.from_numpy(moved)].to(device)
         pool[slots] = table[torch.from_numpy(kept.T).to(device)].to(pool.dtype)
-    return (F.silu(result) if conv.has_silu else result).to(x.dtype)
+    return (silu(result) if conv.has_silu else result).to(x.dtype)
 
 
 def gated_delta(net: DeltaNet, qkv: Tensor, a: Tensor, b: Tensor, z: Tensor, pool: Tensor, rows: StateRows) -> Tensor:
@@ -72,8 +72,8 @@ def gated_delta(net: DeltaNet, qkv: Tensor, a: Tensor, b: Tensor, z: Tensor, poo
     q, k, v = (part.reshape(rows.total, -1, dim) for part, dim in ((q, net.k_dim), (k, net.k_dim), (v, net.v_dim)))
     q, k = (part * torch.rsqrt(_sum(part * part, -1) + NORM_EPS)[..., None] for part in (q, k))
     q, k = (part.repeat_interleave(heads // net.num_k_heads, 1) for part in (q * net.k_dim**-0.5, k))
-    decay = (net.rates * F.softplus(a.float() + net.dt_bias)).exp()[..., None, None]
-    beta = net.beta_scale * b.float().sigmoid()[..., None]
+    decay = (net.rates * softplus(a.float() + net.dt_bias)).exp()[..., None, None]
+    beta = net.beta_scale * sigmoid(b.float())[..., None]
     requests = torch.repeat_interleave(torch.arange(len(rows.lens)), rows.lens)
     is_last = torch.zeros(rows.total, dtype=torch.bool)
     is_last[(rows.lens.cumsum(0) - rows.lens + rows.num_known - 1)[rows.num_known > 0]] = True
@@ -95,7 +95,7 @@ def gated_delta(net: DeltaNet, qkv: Tensor, a: Tensor, b: Tensor, z: Tensor, poo
         stays = is_last[level].to(device)
         pool[slots[stays]] = state[stays]
     normed = seen * torch.rsqrt(_sum(seen * seen, -1)[..., None] / net.v_dim + net.eps) * net.norm
-    return (normed.flatten(1) * F.silu(z.float())).to(z.dtype)
+    return (normed.flatten(1) * silu(z.float())).to(z.dtype)
 
 
 def _sum(x: Tensor, dim: int) -> Tensor:

@@ -24,7 +24,7 @@ HEADS = {
     "eagle2": "an EAGLE-2 head",
     "mtp": "an MTP layer in MiMo's layout",
 }
-HELP = "Train a draft head or model for any supported target, or write a token map, from the target's own answers."
+HELP = "Train a draft head or model for any native target, or write a token map, from the target's own answers."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,6 +65,7 @@ def _check_training(options: argparse.Namespace) -> None:
     from specray.train.draft_model import kept_layers
     from specray.train.export import init_head_width
     from specray.train.run_files import read_checkpoint
+    from specray.train.target import check_native
     from specray.train.token_map import check_draft_vocab_size
     from specray.train.trainer import check_resumable
 
@@ -87,7 +88,9 @@ def _check_training(options: argparse.Namespace) -> None:
         init_head_width(settings)
     if not (options.prompts or options.self_prompts):
         return  # no answers are generated, so the trainer will say the rest at once
-    config = load_config(resolve_model(options.model or EMBEDDED_MODEL, None, "auto", progress=True))
+    name = options.model or EMBEDDED_MODEL
+    config = load_config(resolve_model(name, None, "auto", progress=True))
+    check_native(name, config)
     if options.kind == "draft":
         kept_layers(settings.layers, config.num_hidden_layers)
     check_draft_vocab_size(settings.draft_vocab_size, config.vocab_size)

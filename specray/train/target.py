@@ -8,12 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from specray.errors import ConfigError
 from specray.layers.parallel import RankGroup
 from specray.layers.rotary import RotaryEmbedding
 from specray.models.files import resolve_model
 from specray.models.llama_shape import LlamaShape
 from specray.models.loading import EMBEDDING, Loader
-from specray.models.registry import load_config
+from specray.models.registry import is_native, load_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +40,20 @@ class Target:
         return list(ids) if isinstance(ids, list) else [] if ids is None else [ids]
 
 
+def check_native(name: str, config: PretrainedConfig) -> None:
+    """ConfigError unless a class of ours computes the target `name`: training reads the weights as those classes do."""
+    if not is_native(config):
+        raise ConfigError(
+            f"{name}: transformers' modules compute it, and heads and draft models are trained for native models "
+            "only; choose another target"
+        )
+
+
 def load_target(name: str, dtype: torch.dtype, device: torch.device, num_positions: int) -> Target:
-    """Load the target `name`, which is resolved as in the engine."""
+    """Load the target `name`, which is resolved as in the engine. ConfigError if nothing can be trained for it."""
     folder = resolve_model(name, None, "auto", progress=True)
     config = load_config(folder)
+    check_native(name, config)
     shape = LlamaShape.of(config, RankGroup())
     loader = Loader(folder, "auto", dtype, device)
     try:

@@ -1,5 +1,6 @@
 """Gemma 4's assistants: transformers' logits, one text with and without them, and what is refused."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,18 @@ def test_an_assistant_of_another_target_is_refused(tmp_path: Path) -> None:
     write_assistant(tmp_path / "assistant", "gemma4", None)
     with pytest.raises(ConfigError, match=r"works with the Gemma 4 checkpoint .* EAGLE3 or NGRAM"):
         make_llm(tmp_path, speculative=config(tmp_path / "assistant", 3, 1, 4))
+
+
+def test_an_assistant_that_reads_some_of_the_targets_layer_types_is_refused(tmp_path: Path) -> None:
+    write_decoder("gemma4", tmp_path)
+    write_assistant(tmp_path / "assistant", "gemma4", None)
+    path = tmp_path / "assistant" / "config.json"
+    content = json.loads(path.read_text())
+    content["text_config"]["layer_types"] = ["full_attention"] * 3
+    path.write_text(json.dumps(content))
+    engine = EngineConfig(model=str(tmp_path), speculative=config(tmp_path / "assistant", 3, 1, 4))
+    with pytest.raises(ConfigError, match=r"text_config.layer_types=.* but the target has \['full_att.*', 'sliding_"):
+        check_model_files(engine, has_draft_process=False)
 
 
 @pytest.mark.parametrize(

@@ -40,11 +40,11 @@ def check_gemma_assistant(folder: Path, target_folder: Path, target: ModelShape)
     except Exception as error:  # transformers does not wrap its own exceptions
         raise ConfigError(f"{folder / 'config.json'} cannot be used: {' '.join(str(error).split())}") from error
     text, ours = config.text_config, load_config(target_folder)
-    layer_types = set(getattr(ours, "layer_types", None) or ())
+    owners = list(getattr(ours, "layer_types", None) or ())[: target.num_kv_layers]  # of KV
     pairs = {
         "backbone_hidden_size": (config.backbone_hidden_size, target.hidden_size),
         "text_config.vocab_size": (text.vocab_size, target.vocab_size),
-        "text_config.layer_types": (sorted(set(text.layer_types)), sorted(layer_types & set(text.layer_types))),
+        "text_config.layer_types": (sorted(set(text.layer_types)), sorted(set(owners))),
     }
     for name, (own, wanted) in pairs.items():
         if own != wanted:

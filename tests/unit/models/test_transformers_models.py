@@ -10,15 +10,19 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from specray.config import EngineConfig
 from specray.errors import ConfigError
 from specray.layers.parallel import RankGroup
 from specray.models.registry import load_model
 from specray.models.target_model import TargetModel
+from specray.models.transformers_model import transformers_shape
 from specray.models.transformers_parallel import split_skeleton
-from specray.models.transformers_skeleton import attention_calls, build_skeleton
+from specray.models.transformers_skeleton import AttentionCall, attention_calls, attention_of_pass, build_skeleton
+from specray.models.transformers_states import GatedDeltaNet
 from specray.ops.cpu.library import kernels
 from specray.spec_decode.model_files import check_model_files
 from tests.support.decoders import SMALL, decoder_config, logits_in_chunks, logits_of, write_decoder
@@ -114,6 +118,70 @@ def test_text_of_a_model_whose_images_are_not_causal_is_served(value: str, is_se
     )
     skeleton = build_skeleton(config, torch.float32)
     with nullcontext() if is_served else pytest.raises(ConfigError, match="attends to later tokens"):
+        attention_calls(skeleton)
+
+
+ONE_KIND = "no layer of model_type={} attends to earlier tokens"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        *(
+            (name, {"hidden_act": "gelu"}, "asks for gelu, .* silu only")
+            for name in ("qwen3_5", "qwen3_next", "olmo_hybrid")
+        ),
+        (
+            "qwen3_5",
+            {"linear_num_key_heads": 4, "linear_num_value_heads": 2},
+            "4 key heads .* 2 value heads .*; value heads must be a mul",
+        ),
+        (
+            "olmo_hybrid",
+            {"linear_num_key_heads": 2, "linear_num_value_heads": 3},
+            "2 key heads .* 3 value heads .*; value heads must be a mul",
+        ),
+        ("qwen3_5", {"linear_num_key_heads": 0}, "0 key heads .* all positive"),
+        ("qwen3_next", {"linear_key_head_dim": 0}, "key heads of 0 .* all positive"),
+        ("lfm2", {"conv_L_cache": 0}, "a convolution over 0 tokens"),
+        ("qwen3_5", {"num_hidden_layers": 3, "layer_types": ["linear_attention"] * 3}, ONE_KIND.format("qwen3_5_text")),
+        ("lfm2", {"layer_types": ["conv"] * 3}, ONE_KIND.format("lfm2")),
+    ],
+)
+def test_layers_with_states_are_refused_where_we_would_compute_something_else(
+    name: str, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        transformers_shape(decoder_config(name, **changes), RankGroup())
+
+
+def test_swish_is_silu_and_another_gate_is_refused() -> None:
+    module: Any = Qwen3_5GatedDeltaNet(decoder_config("qwen3_5", hidden_act="swish"), 0)  # type: ignore[arg-type]
+    GatedDeltaNet(module)
+    module.norm.activation = "sigmoid"
+    with pytest.raises(ConfigError, match="asks for sigmoid, but"):
+        GatedDeltaNet(module)
+
+
+class SharingAttention(nn.Module):
+    """Asks for attention to a key that other layers have as well."""
+
+    def __init__(self, key: torch.Tensor, window: int | None) -> None:
+        super().__init__()
+        self._key, self._call = key, AttentionCall(1, 1, 8, 8, None, window, None, None)
+
+    def forward(self, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+        attention_of_pass()(self._key, self._key, self._key, self._call)
+        return hidden_states, None
+
+
+def test_a_layer_that_reads_another_kv_otherwise_is_named_among_layers_with_states() -> None:
+    types = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
+    skeleton = build_skeleton(decoder_config("qwen3_5", layer_types=types), torch.float32)
+    key = torch.empty(1, 1, 2, 8, device="meta")
+    for layer, window in ((1, None), (3, 16)):
+        skeleton.model.layers[layer].self_attn = SharingAttention(key, window)
+    with pytest.raises(ConfigError, match="layer 3 of model_type=qwen3_5_text reads the KV of layer 1, but"):
         attention_calls(skeleton)
 
 

@@ -4,9 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from specray.cli.main import main
 from specray.config import EMBEDDED_MODEL
+from specray.errors import ConfigError
+from specray.train.target import load_target
+from tests.support.decoders import write_decoder
 
 
 @pytest.fixture
@@ -35,6 +39,21 @@ def test_options_that_no_answers_make_valid_are_refused_at_once(
 ) -> None:
     assert main(["train", kind, *command, *options]) == 2
     assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("eagle3", ["--draft-vocab-size", "64"]), ("draft", ["--train-vocab", "64", "--layers", "2"])],
+)
+def test_a_target_without_a_native_class_is_refused_at_once(
+    kind: str, options: list[str], command: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    write_decoder("qwen3_5", tmp_path)
+    reason = "transformers' modules compute it, and heads and draft models are trained for native models"
+    assert main(["train", kind, *command, *options, "--model", str(tmp_path)]) == 2
+    assert reason in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=reason):  # with answers that are there already
+        load_target(str(tmp_path), torch.float32, torch.device("cpu"), 16)
 
 
 @pytest.mark.parametrize(
