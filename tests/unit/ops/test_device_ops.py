@@ -65,6 +65,14 @@ def gated(ops: TorchOps, random: Random) -> Tensor:
     return ops.gated(random.normal(2 * SIZE, SIZE))(random.normal(random.count(0, 9), SIZE))
 
 
+def batched(ops: TorchOps, random: Random) -> Tensor:
+    return ops.batched(random.normal(3, 2 * SIZE, SIZE))(random.normal(3, random.count(0, 9), SIZE))
+
+
+def sigmoid(ops: TorchOps, random: Random) -> Tensor:
+    return ops.sigmoid(random.normal(random.count(0, 9), SIZE) * 5)
+
+
 def rms_norm(ops: TorchOps, random: Random) -> Tensor:
     weight = ops.pack_norm(random.normal(SIZE))
     return ops.rms_norm(random.normal(random.count(0, 9), SIZE) * 3, weight, 1e-5)
@@ -246,6 +254,8 @@ def compare(ops: TorchOps, random: Random) -> tuple[Tensor, Tensor, Tensor]:
 CASES = {
     "linear": Case(linear, 1e-4),
     "gated": Case(gated, 1e-4),
+    "batched": Case(batched, 1e-4),
+    "sigmoid": Case(sigmoid, 1e-6),
     "rms_norm": Case(rms_norm, 1e-5),
     "norm_parts": Case(norm_parts, 1e-5),
     "add_rms_norm": Case(add_rms_norm, 1e-5),
