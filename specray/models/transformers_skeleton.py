@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from threading import Lock
 from typing import Any, Protocol
 
 import torch
@@ -148,6 +149,9 @@ AttentionMaskInterface.register(IMPLEMENTATION, lambda *_, **__: None)
 ExpertsInterface.register(IMPLEMENTATION, _mix)
 
 
+_BUILDING = Lock()  # transformers changes torch's functions and default type while it builds a model
+
+
 def build_skeleton(config: PretrainedConfig, dtype: torch.dtype) -> Any:
     """transformers' causal language model (a PreTrainedModel) on the meta device. ConfigError if it has none.
 
@@ -156,7 +160,7 @@ def build_skeleton(config: PretrainedConfig, dtype: torch.dtype) -> Any:
     states call what `computing` sets.
     """
     try:
-        with torch.device("meta"), no_init_weights():
+        with _BUILDING, torch.device("meta"), no_init_weights():
             model = _from_config(config, dtype)
     except KeyError as error:
         raise ConfigError(

@@ -2,6 +2,7 @@
 
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,19 @@ def test_attention_that_is_asked_for_more_than_it_computes_is_refused() -> None:
     config = transformers.InklingTextConfig(**SMALL, layer_types=["full_attention"] * 2)
     with pytest.raises(ConfigError, match="InklingAttention asks attention for position_bias"):
         attention_calls(build_skeleton(config, torch.float32))
+
+
+def test_skeletons_that_are_built_at_the_same_time_leave_torch_as_it_was() -> None:
+    """transformers exchanges torch's functions while it builds a model, and puts back what it found."""
+    config, initialize = decoder_config("llama"), nn.init.kaiming_uniform_
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda place: build_skeleton(config, (torch.bfloat16, torch.float16)[place % 2]), range(40)))
+    try:
+        assert nn.init.kaiming_uniform_ is initialize
+        assert torch.get_default_dtype() is torch.float32
+    finally:
+        nn.init.kaiming_uniform_ = initialize
+        torch.set_default_dtype(torch.float32)
 
 
 class FakeGroup(RankGroup):
