@@ -105,26 +105,17 @@ def mtp(
 
 def mtp_of_deepseek(num_layers: int, shape: tuple[int, int, int]) -> Make:
     """DeepSeek's MTP layers (latent attention and experts), which draft for any target of their width."""
-
-    def make(target: Path, folder: Path) -> SpeculativeConfig:  # noqa: ARG001
-        write_deepseek(folder / "layers", num_layers)
-        steps, topk, nodes = shape
-        return SpeculativeConfig(
-            algorithm="MTP",
-            draft_model_path=str(folder / "layers"),
-            num_steps=steps,
-            eagle_topk=topk,
-            num_draft_tokens=nodes,
-        )
-
-    return make
+    return _mtp_layers(lambda folder: write_deepseek(folder, num_layers), shape)
 
 
 def published_mtp(name: str, shape: tuple[int, int, int]) -> Make:
     """MTP layers of a family that transformers' modules compute, which draft for any target of their width."""
+    return _mtp_layers(lambda folder: write_published(name, folder), shape)
 
+
+def _mtp_layers(write: Callable[[Path], object], shape: tuple[int, int, int]) -> Make:
     def make(target: Path, folder: Path) -> SpeculativeConfig:  # noqa: ARG001
-        write_published(name, folder / "layers")
+        write(folder / "layers")
         steps, topk, nodes = shape
         return SpeculativeConfig(
             algorithm="MTP",
