@@ -15,6 +15,7 @@ from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDep
 from cluster.cli.flags import flags
 from cluster.config import AppConfig
 from specray.config import with_values
+from specray.engine.request_log import EVERY_TENANT
 from specray.errors import ConfigError, did_you_mean
 from specray.models.files import is_here, looks_local, resolve_model
 from specray.server.access.keys import KeyRing
@@ -46,10 +47,19 @@ def check_document(document: Json, source: str) -> dict[str, AppConfig]:
 
 
 def check_keys(app: AppConfig) -> None:
-    """ConfigError if a key file cannot be used."""
-    for option in KEY_FILES:
-        if (path := getattr(app.server, option)) is not None:
-            KeyRing.read(path, f"server.{option}")
+    """ConfigError if a key file cannot be used, or lacks a name that another option has."""
+    rings = {
+        option: KeyRing.read(path, f"server.{option}")
+        for option in KEY_FILES
+        if (path := getattr(app.server, option)) is not None
+    }
+    if (clients := rings.get("api_key_file")) is not None:
+        for name in app.server.request_log_tenants:
+            if name not in clients.names | {EVERY_TENANT}:
+                known = ", ".join(sorted(clients.names))
+                raise ConfigError(
+                    f"server.request_log_tenants has {name}, which is no name in server.api_key_file; it has {known}"
+                )
 
 
 def check_paths(app: AppConfig) -> None:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from math import inf
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -28,6 +29,7 @@ from cluster.process_settings import set_log_level
 from specray.engine.async_engine import AsyncEngine
 from specray.engine.engine import Engine
 from specray.engine.request import EngineRequest
+from specray.engine.request_log import RequestLog
 from specray.errors import EngineDeadError, QueueFullError, SpecRayError
 from specray.heartbeat import LocalHeartbeat
 from specray.metrics import Snapshot, number
@@ -35,6 +37,7 @@ from specray.models.files import target_folder
 from specray.models.tokenizer import load_tokenizer
 from specray.outputs import RequestOutput
 from specray.sampling_params import SamplingParams
+from specray.server.config import ServerConfig
 from specray.server.routing.messages import ConnectionEnd, DesiredDrafter, Item, Refusal, RouterHeartbeat, RouterInfo
 
 HEARTBEAT_INTERVAL_S = 0.5  # to the ingresses
@@ -66,6 +69,9 @@ class Router:
         self._replica_id = _own_replica_id()
         self._executor, engine = await asyncio.to_thread(_start_engine, config)
         self._loop = asyncio.get_running_loop()
+        self._request_log = _request_log(config.server)
+        if (log := self._request_log) is not None:
+            engine.on_finish = lambda request: log.add(request, engine.drafter_name)
         self._engine = AsyncEngine(engine, self._deliver_from_thread, config.server.stream_interval_ms / 1000)
         self._connections = Connections(self._engine.abort, config.server.metrics_interval_s)
         self._info = _info(config, engine, self._executor.rank_nodes)
@@ -94,6 +100,8 @@ class Router:
             task.cancel()
         await asyncio.to_thread(self._engine.close)
         await asyncio.to_thread(self._executor.stop)
+        if self._request_log is not None:
+            await asyncio.to_thread(self._request_log.close)
 
     # `to` is the replica that a call is addressed to. If that replica is gone, Serve sends the call to another one,
     # which refuses it.
@@ -331,6 +339,13 @@ def _start_engine(config: AppConfig) -> tuple[RayExecutor, Engine]:
     logger.info("loading %s on %d ranks", config.model_name, config.tp_size)
     executor = RayExecutor(config)
     return executor, Engine(config.engine, executor, tokenizer)
+
+
+def _request_log(server: ServerConfig) -> RequestLog | None:
+    if server.request_log is None:
+        return None
+    max_bytes = server.request_log_mib * 2**20
+    return RequestLog(Path(server.request_log), server.request_log_tenants, max_bytes, server.request_log_redacted)
 
 
 def _info(config: AppConfig, engine: Engine, rank_nodes: tuple[str, ...]) -> RouterInfo:

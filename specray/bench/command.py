@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from specray.cli.arguments import positive
-from specray.config import EMBEDDED_MODEL, EngineConfig
+from specray.config import EMBEDDED_MODEL, EngineConfig, with_values
 from specray.errors import ConfigError
 from specray.yaml_file import read_mapping
 
@@ -85,20 +85,26 @@ def engine_config(
 
     `pool_tokens` is the KV capacity for each running request if neither sets max_total_tokens. Raises ConfigError.
     """
-    fields = {**_engine_fields(path), **{name: value for name, value in over.items() if value is not None}}
-    fields.setdefault("max_total_tokens", pool_tokens * concurrency)
-    try:
-        config = EngineConfig.model_validate(fields)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"{path or 'the options'}: {place}={first['input']!r}: {first['msg']}") from None
+    config = served_config(path, **over)
+    if config.max_total_tokens is None:
+        config = with_values(config, max_total_tokens=pool_tokens * concurrency)
     if config.max_running_requests < concurrency:
         raise ConfigError(
             f"concurrency={concurrency} is more than max_running_requests={config.max_running_requests}; "
             "lower the former or raise the latter in --config"
         )
     return config
+
+
+def served_config(path: Path | None, **over: str | int | None) -> EngineConfig:
+    """The engine options that a server has with a file (None: defaults) and those in `over` that are not None."""
+    fields = {**_engine_fields(path), **{name: value for name, value in over.items() if value is not None}}
+    try:
+        return EngineConfig.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"{path or 'the options'}: {place}={first['input']!r}: {first['msg']}") from None
 
 
 def _engine_fields(path: Path | None) -> dict[str, Any]:

@@ -55,6 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
     # Imported here, where Ctrl-C is handled.
     from specray.bench import command as bench
     from specray.bench import load_command as load
+    from specray.bench import replay_command as replay
     from specray.bench import tune_command as tune
     from specray.cli import chat, status
     from specray.dashboard import command as dashboard
@@ -79,6 +80,12 @@ def build_parser() -> argparse.ArgumentParser:
     tuning = commands.add_parser("tune", help="find the fastest draft tree size on this machine", description=tune.HELP)
     tune.add_arguments(tuning)
     tuning.set_defaults(run=tune.run)
+
+    replaying = commands.add_parser(
+        "replay", help="compute how other drafters would do on logged requests", description=replay.HELP
+    )
+    replay.add_arguments(replaying)
+    replaying.set_defaults(run=replay.run)
 
     training = commands.add_parser(
         "train", help="train a draft head or model, or make a token map", description=train.HELP

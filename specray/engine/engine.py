@@ -5,7 +5,7 @@
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from random import Random
 
 from tokenizers import Tokenizer
@@ -45,6 +45,8 @@ class Engine:
         self._timer = StepTimer()  # used if the budget or the selector learns
         self._pending_outputs: list[RequestOutput] = []  # not returned yet; kept if a step fails
         self._entering: Request | None = None  # is being queued
+        self.drafter_name = config.speculative.drafter_name or "none"
+        self.on_finish: Callable[[Request], object] | None = None  # called in `step` with each request that ended
 
     @property
     def has_work(self) -> bool:
@@ -129,6 +131,7 @@ class Engine:
         self.scheduler.max_draft_tokens = max_draft_tokens
         self._timer = StepTimer()
         self._record.drafter(speculative.drafter_name)
+        self.drafter_name = speculative.drafter_name or "none"
         if self._selector is None:
             self._selector = self._make_selector(speculative)
         else:
@@ -214,6 +217,8 @@ class Engine:
         del self._requests[request.request_id], self._texts[request.request_id]
         self._tracers.pop(request.request_id, None)
         self._record.finished(request, reason)
+        if self.on_finish is not None:
+            self.on_finish(request)
         times = request.times(time.monotonic(), time.time_ns()) if request.spec.reports_times else None
         return _empty_output(request)._replace(finish_reason=reason, error=error, times=times)
 

@@ -93,6 +93,7 @@ class Request:
     num_accepted: int = 0
     undrafted: Counter[str] = field(default_factory=Counter)  # number of undrafted steps by field of Undrafted
     accept_histogram: list[int] = field(default_factory=list)  # see RequestUsage
+    verified: list[tuple[int, int]] = field(default_factory=list)  # (drafts, accepted) of each verified tree, in order
     acceptance: RequestAcceptance = field(
         default_factory=RequestAcceptance
     )  # by its latest trees, for the draft budget
@@ -151,6 +152,7 @@ class Request:
         self.num_verify_steps += 1
         self.num_draft_tokens += num_draft_tokens
         self.num_accepted += num_accepted
+        self.verified.append((num_draft_tokens, num_accepted))
         if num_draft_tokens:
             self.accept_histogram += [0] * (num_accepted + 1 - len(self.accept_histogram))
             self.accept_histogram[num_accepted] += 1

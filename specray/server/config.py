@@ -3,11 +3,14 @@
 Engine options live in `specray.config`; where the processes run and how many there are, in `cluster.config`.
 """
 
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from specray.config import EngineConfig, Options
+from specray.engine.request_log import EVERY_TENANT
+from specray.errors import ConfigError
 
 ToolCallParserName = Literal[
     "hermes",
@@ -112,6 +115,23 @@ class ServerConfig(Options):
     access_log: bool = Field(
         False, description="Log one line per request: its ID (X-Request-Id), route, status and duration."
     )
+    request_log: str | None = Field(
+        None,
+        min_length=1,
+        description="Folder for logs of finished requests, which `specray replay` reads: prompts, options, texts and "
+        "accepted drafts; null writes none.",
+    )
+    request_log_tenants: list[Annotated[str, Field(min_length=1, max_length=64)]] = Field(
+        [],
+        max_length=1024,
+        description="Names in api_key_file whose clients agreed to be logged; `*`: all, as without keys.",
+    )
+    request_log_mib: int = Field(
+        256, ge=1, le=1_048_576, description="Maximum size of an engine's request log; the oldest half is dropped."
+    )
+    request_log_redacted: bool = Field(
+        False, description="Leave all texts out of the request log, which then has lengths and accepted drafts only."
+    )
     otlp_traces_endpoint: str | None = Field(
         None,
         min_length=1,
@@ -162,6 +182,29 @@ class ServerConfig(Options):
     ingress_cpus: float = Field(0.1, ge=0.0, le=64.0, description="CPUs that Ray reserves per ingress replica.")
     router_cpus: float = Field(0.1, ge=0.0, le=64.0, description="CPUs that Ray reserves per router.")
     rank_cpus: float = Field(0.1, ge=0.0, le=1024.0, description="CPUs that Ray reserves per target rank.")
+
+    @model_validator(mode="after")
+    def _check_request_log(self) -> Self:
+        named = [name for name in self.request_log_tenants if name != EVERY_TENANT]
+        if self.request_log is None and self.request_log_tenants:
+            raise ConfigError(
+                "server.request_log_tenants has no effect without server.request_log; name a folder there"
+            )
+        if self.request_log is not None and not Path(self.request_log).is_absolute():
+            raise ConfigError(
+                f"server.request_log={self.request_log} is not an absolute path, and engines may run in another folder"
+            )
+        if self.request_log is not None and not self.request_log_tenants:
+            raise ConfigError(
+                "server.request_log writes what clients send and receive, and no client has agreed; list those that "
+                f"have in server.request_log_tenants, or set it to ['{EVERY_TENANT}']"
+            )
+        if named and self.api_key_file is None:
+            raise ConfigError(
+                f"server.request_log_tenants names {named[0]}, but without server.api_key_file clients have no names; "
+                f"set the key file, or ['{EVERY_TENANT}']"
+            )
+        return self
 
 
 class RoutingOptions(Options):

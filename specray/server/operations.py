@@ -15,6 +15,7 @@ from specray.server.routing.router_pool import DRAINING, RouterPool
 from specray.server.submission import RequestSubmitter
 
 GENERATION_TIMEOUT_S = 20.0  # of /health_generate, as SGLang's
+PRIVATE_OPTIONS = {"api_key_file", "admin_key_file", "request_log", "request_log_tenants"}
 MAX_TOKEN_AGE_S = 5.0  # /readyz; an idle engine generates a probe token every few seconds
 
 Json = dict[str, Any]
@@ -67,11 +68,11 @@ class OperationEndpoints:
         )
 
     async def server_info(self) -> Json:
-        """SGLang's /server_info: all options in effect but the paths of key files, and the state of the engines."""
+        """SGLang's /server_info: options in effect but paths and names of tenants, and the state of the engines."""
         info = self._model.info
         speculative = self._router_pool.drafter_rollout.speculative.model_dump()
         return {
-            **self._config.model_dump(exclude={"speculative": True, "server": {"api_key_file", "admin_key_file"}}),
+            **self._config.model_dump(exclude={"speculative": True, "server": PRIVATE_OPTIONS}),
             **{f"speculative_{name}": value for name, value in speculative.items()},
             "max_total_num_tokens": info.num_kv_tokens,
             "max_draft_tokens": info.max_draft_tokens,

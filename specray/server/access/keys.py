@@ -47,6 +47,10 @@ class KeyRing:
             raise ConfigError(f"{option}={path}: the file is accessible to other users; run chmod o-rwx on it")
         return cls(_parse(text, f"{option}={path}"))
 
+    @property
+    def names(self) -> set[str]:
+        return {entry.name for entry in self._entries}
+
     def owner(self, key: bytes) -> str | None:
         """The owner of a key, or None if the key is unknown. Always compares all keys, for constant time."""
         digest, found = _digest(key), None

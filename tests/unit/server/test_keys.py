@@ -14,6 +14,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from specray.engine.request_log import read_log
 from specray.errors import ConfigError
 from specray.server.access.auth import FLUSH_CACHE, PROBES, RequireKey
 from specray.server.access.keys import KeyRing
@@ -44,6 +45,29 @@ def test_an_owner_may_have_several_keys(key_file: Path) -> None:
     keys = KeyRing.read(str(key_file), "server.api_key_file")
     owners = [keys.owner(key.encode()) for key in (ALICE, BOB, NEXT, "d" * 32, "", ALICE[:-1], ALICE + "a")]
     assert owners == ["alice", "bob", "alice", None, None, None, None]
+
+
+def test_only_tenants_that_agreed_are_logged(key_file: Path, tmp_path: Path, serve: Serve) -> None:
+    log = {"request_log": str(tmp_path / "log"), "request_log_tenants": ["alice"]}
+
+    async def scenario() -> str:
+        async with serve(server={"api_key_file": str(key_file), **log}) as server:
+            replies = [await complete(server, key) for key in (BOB, NEXT)]
+            assert replies[0].json()["choices"] == replies[1].json()["choices"]
+            await server.until(lambda: (tmp_path / "log/engine-0.jsonl").stat().st_size > 0)
+            name: str = replies[1].json()["id"]
+            return name
+
+    name = asyncio.run(scenario())
+    (logged,) = read_log(tmp_path / "log/engine-0.jsonl")
+    assert (logged.tenant, logged.params.seed) == ("alice", 5)
+    assert logged.request_id.startswith(name)
+    assert logged.num_output_tokens == len(logged.output_token_ids) == 4
+
+
+async def complete(server: Server, key: str) -> httpx.Response:
+    body = {"prompt": PROMPT, "max_tokens": 4, "seed": 5, "ignore_eos": True}
+    return await server.http.post("/v1/completions", json=body, headers=bearing(key))
 
 
 def test_a_lookup_compares_all_keys(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -477,7 +477,7 @@ def test_server_info_reports_options_and_state(serve: Serve) -> None:
             assert (info["page_size"], info["speculative_algorithm"], info["max_total_num_tokens"]) == (8, None, 512)
             model = (await server.http.get("/get_model_info")).json()
             assert (model["model_path"], model["is_generation"]) == ("toy", True)
-            assert not info["server"].keys() & {"api_key_file", "admin_key_file"}
+            assert not info["server"].keys() & {"api_key_file", "admin_key_file", "request_log", "request_log_tenants"}
 
     asyncio.run(scenario())
 

@@ -10,7 +10,7 @@ import yaml
 from cluster.cli import serve
 from cluster.cli.check import check_file
 from cluster.cli.launcher import error_line
-from cluster.cli.serve import RAY_OPTIONS, exposure, main, ray_environment
+from cluster.cli.serve import RAY_OPTIONS, check, exposure, main, ray_environment
 from cluster.config import AppConfig
 from cluster.process_settings import ONE_LOOP
 from specray.cli.local_server import free_port
@@ -167,6 +167,20 @@ def test_key_files_are_checked_before_ray_starts(
     error = capsys.readouterr().err
     assert message in error
     assert f"server.{option.replace('-', '_')}={file}" in error
+
+
+def test_tenants_of_the_request_log_must_have_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "keys"
+    file.write_text("alice " + "k" * 16)
+    file.chmod(0o600)
+    arguments = [
+        "--model",
+        "smollm2-135m-instruct",
+        f"--server-api-key-file={file}",
+        f"--server-request-log={tmp_path}",
+    ]
+    assert check([*arguments, "--server-request-log-tenants=[alice, eve]"]) == 2
+    assert "server.request_log_tenants has eve, which is no name in server.api_key_file" in capsys.readouterr().err
 
 
 def test_a_port_in_use_is_an_error_before_ray_starts(
