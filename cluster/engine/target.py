@@ -61,19 +61,23 @@ class TargetActor:
     def loop(self, address: str, epoch: int) -> None:
         """Run steps until the router or a rank ends. Rank 0 gets its plans from the router's socket at `address`.
 
-        It waits for the engine's drafter first, so that one that does not fit is an error at the engine's start.
+        It waits for the engine's drafter first, so that one that does not fit is an error at the engine's start. It
+        connects once all ranks have captured their graphs and compiled their kernels.
         """
         from specray.worker.memory import STEPPING, enough_memory
         from specray.worker.remote_drafter.source import RemoteDrafts
+        from specray.worker.warm_up import warm_up
 
         with enough_memory(self._config, STEPPING, EngineDeadError):
             if self._rank > 0:
+                warm_up(self._worker, self._config)
                 self._worker.run_loop()
                 return
             if self._endpoint is not None and self._config.speculative.has_drafter:
                 drafts = self._worker.drafts
                 assert isinstance(drafts, RemoteDrafts)
                 drafts.await_drafter(DRAFTER_TIMEOUT_S)
+            warm_up(self._worker, self._config)
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
                 connection.connect(address)
                 self._serve(Channel(connection, epoch))

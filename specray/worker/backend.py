@@ -71,6 +71,13 @@ class StepBackend(Protocol):
     def knows_tree_sizes(self) -> bool:
         """Whether trees may be passed to `begin` before the host knows their sizes (`StepBatch.wait_for_sizes`)."""
 
+    @property
+    def compiles_kernels(self) -> bool:
+        """Whether a kernel is compiled when it is called for the first time."""
+
+    def prepare(self) -> None:
+        """What must be ready before the first step, for the present drafter; all ranks call it together."""
+
     def begin(self, batch: StepBatch, wants: StepWants) -> Pass: ...
 
     def can_begin_after(self, before: Pass) -> bool:
@@ -94,7 +101,11 @@ class TorchBackend:
     def __init__(self, runner: ModelRunner, table: RequestTable, group: RankGroup, sampler: NodeSampler) -> None:
         self.runner = runner
         self.starts_passes = table.device.type != "cpu"  # launches return before the device is done
+        self.compiles_kernels = table.device.type != "cpu"
         self._table, self._group, self._sampler = table, group, sampler
+
+    def prepare(self) -> None:
+        """There is nothing to prepare."""
 
     def begin(self, batch: StepBatch, wants: StepWants) -> Pass:
         batch = batch.with_sizes()

@@ -4,8 +4,12 @@ Steps with prompt tokens have none, nor have steps with so many nodes that the d
 launches.
 """
 
+import logging
+import time
 from collections.abc import Callable, Hashable
 from functools import partial
+
+import torch
 
 from specray.ops.graphs import Graphs
 from specray.spec_decode.draft_tree import DraftTree
@@ -18,12 +22,14 @@ from specray.worker.model_runner import ForwardOutput, ModelRunner
 from specray.worker.padded_step import PaddedStep
 from specray.worker.step_output import CopiedOutcome
 
+logger = logging.getLogger(__name__)
+
 
 class DecodeGraphs:
-    """Graphs for up to `max_rows` requests and the trees of `drafts`.
+    """Graphs for up to `max_rows` requests and the trees of `drafts`: none until `fit_drafter` captures them.
 
-    A drafter of another process may connect or be replaced later. If it drafts larger trees, or reads the target's
-    hidden states at other layers, graphs are captured again when steps need them.
+    A drafter of another process may be replaced later. If the new one drafts larger trees, or reads the target's hidden
+    states at other layers, all graphs are captured again before the next step.
     """
 
     def __init__(
@@ -43,27 +49,30 @@ class DecodeGraphs:
         self._has_drafted = False  # in the last `verify`
         # Whether the trees of the next step are those of a graph, so that they mostly have the nodes that limits allow.
         self.were_drafts_taken = False
-        self._max_nodes, self._layers = 1 + drafts.max_draft_tokens, drafts.aux_hidden_state_layers
-        self._make_step()
+        self._max_nodes, self._layers = 0, tuple[int, ...]()  # that graphs were captured for
+        self._buckets: list[Bucket] = []
 
-    def capture(self) -> None:
-        """Capture all graphs now, so that no step waits for that."""
-        for bucket in self._buckets:
-            self._capture(bucket)
+    def fit_drafter(self) -> None:
+        """Capture all graphs, unless those that there are fit the trees and hidden states of the drafter.
+
+        Several ranks must call it together, because the collectives of their graphs run before they are captured.
+        """
+        nodes, layers = 1 + self._drafts.max_draft_tokens, self._drafts.aux_hidden_state_layers
+        if nodes > self._max_nodes or (layers and layers != self._layers):
+            self._max_nodes, self._layers = max(nodes, self._max_nodes), layers or self._layers
+            self._capture_all()
 
     def bucket(self, batch: StepBatch) -> Bucket | None:
         """The smallest bucket for a step; None if it has no graph."""
         if not batch.only_decodes:
             return None
-        self._fit_drafter()
+        self.fit_drafter()
         rows, nodes = len(batch.num_nodes), max(batch.num_nodes)
         fitting = [bucket for bucket in self._buckets if bucket.rows >= rows and bucket.nodes >= nodes]
         return min(fitting, key=lambda bucket: (bucket.num_tokens, bucket.rows), default=None)
 
     def forward(self, batch: StepBatch, bucket: Bucket, returns_logits: bool) -> ForwardOutput:
         """The target over a step's trees."""
-        if ("forward", bucket) not in self._graphs:
-            self._capture(bucket)
         self._step.load(batch)
         self._graphs.replay(("forward", bucket))
         return ForwardOutput(
@@ -100,17 +109,16 @@ class DecodeGraphs:
         self.were_drafts_taken = True
         return self._step.drafts(len(batch.num_nodes))
 
-    def _fit_drafter(self) -> None:
-        """Start again for a drafter whose trees or hidden states the graphs do not have."""
-        nodes, layers = 1 + self._drafts.max_draft_tokens, self._drafts.aux_hidden_state_layers
-        if nodes > self._max_nodes or (layers and layers != self._layers):
-            self._max_nodes, self._layers = max(nodes, self._max_nodes), layers or self._layers
-            self._graphs.clear()
-            self._make_step()
-
-    def _make_step(self) -> None:
+    @torch.inference_mode()
+    def _capture_all(self) -> None:
+        start = time.perf_counter()
+        self._graphs.clear()
         self._buckets = buckets(self._max_rows, self._max_nodes)
+        logger.info("capturing CUDA graphs of %d buckets, up to %s", len(self._buckets), self._buckets[0])
         self._step = PaddedStep(self._runner, self._table, self._buckets, self._layers, self._sampler)
+        for bucket in self._buckets:
+            self._capture(bucket)
+        logger.info("captured CUDA graphs in %.1f s", time.perf_counter() - start)
 
     def _capture(self, bucket: Bucket) -> None:
         step = self._step

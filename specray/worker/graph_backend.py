@@ -35,6 +35,13 @@ class GraphBackend:
         return self._eager.starts_passes
 
     @property
+    def compiles_kernels(self) -> bool:
+        return True
+
+    def prepare(self) -> None:
+        self._graphs.fit_drafter()
+
+    @property
     def knows_tree_sizes(self) -> bool:
         """True if a graph made the last trees: they have as many nodes as limits allow, or fewer."""
         return self._graphs.were_drafts_taken

@@ -11,6 +11,7 @@ from specray.spec_decode.drafter import Drafter
 from specray.step import StepPlan, StepResult
 from specray.worker.memory import STARTING, STEPPING, enough_memory, raise_if_out_of_memory
 from specray.worker.startup import start_worker
+from specray.worker.warm_up import warm_up
 
 
 class LocalExecutor:
@@ -36,6 +37,7 @@ class LocalExecutor:
         self._config = config
         with enough_memory(config, STARTING, ConfigError):
             self.worker = start_worker(config, progress=progress, drafter=drafter, model=model)
+            warm_up(self.worker, config)
         overlaps = self.worker.starts_passes and not config.disable_overlap_schedule
         self.capacity: Capacity = self.worker.capacity._replace(max_plans=2 if overlaps else 1)
         self._plans: deque[StepPlan] = deque()

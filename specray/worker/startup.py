@@ -59,7 +59,7 @@ def start_worker(
     """Rank `rank` of `world_size`; call it in every rank at once.
 
     `drafter` replaces the configured one (tests). With `colocate`, drafters connect from their own processes.
-    `model` is a target that is already loaded and whose weights are shared.
+    `model` is a target that is already loaded and whose weights are shared. `warm_up` the worker before its first step.
     """
     device = choose_device(config, rank)
     if device.type == "cpu":
@@ -91,7 +91,7 @@ def start_worker(
         adopt_sizes(drafts, broadcast_sizes(group, DraftSizes.of(drafts)))
     compile_target(config, target, drafts.max_draft_tokens, progress)
     backend: StepBackend = make_backend(target.runner, table, group, sampler)
-    graphs, without_graphs = _capture(config, target.runner, table, drafts, drafter, sampler)
+    graphs, without_graphs = _make_graphs(config, target.runner, table, drafts, drafter, sampler)
     if graphs is not None:
         backend = GraphBackend(graphs, make_backend(target.runner, table, group, sampler), table, sampler)
     capacity = Capacity(
@@ -137,7 +137,7 @@ def mixed_prefill_tokens(config: EngineConfig, is_gpu: bool) -> int:
 
 
 @torch.inference_mode()
-def _capture(
+def _make_graphs(
     config: EngineConfig,
     runner: ModelRunner,
     table: RequestTable,
@@ -147,7 +147,8 @@ def _capture(
 ) -> tuple[DecodeGraphs | None, list[str]]:
     """(the graphs of decode steps, None where there are none; what runs without graphs, and why).
 
-    `drafter` is that of `drafts`, if it runs in this process.
+    `drafter` is that of `drafts`, if it runs in this process. The graphs of several drafters are captured here, those
+    of the target by `warm_up`, once the sizes of the trees are known.
     """
     graphs = None if config.disable_cuda_graph else make_graphs(table.device, config.attention_backend)
     if graphs is None:
@@ -162,14 +163,13 @@ def _capture(
     if drafter is not None and composite is None:
         found = device_drafter(drafter)
         recorded, without = (None, [f"drafts: {found}"]) if isinstance(found, str) else (found, [])
-    captured = DecodeGraphs(graphs, runner, table, drafts, rows, recorded, sampler)
-    captured.capture()
+    decode_graphs = DecodeGraphs(graphs, runner, table, drafts, rows, recorded, sampler)
     if composite is not None:
         model = runner.model
         without = graphs_of_members(
             graphs, composite, table, model.shape.hidden_size, model.embedding.weight.dtype, rows
         )
-    return captured, _logged(without)
+    return decode_graphs, _logged(without)
 
 
 def _logged(without: list[str]) -> list[str]:

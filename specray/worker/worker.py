@@ -25,7 +25,7 @@ from specray.step import DraftLimit, RequestResult, StepPlan, StepResult, StepTi
 from specray.step_wire import pack, unpack_plan
 from specray.structured_output.matchers import GrammarTable
 from specray.worker.backend import Pass, StepBackend, StepOutcome, StepWants
-from specray.worker.broadcast import DraftSizes, adopt_sizes, broadcast_tree
+from specray.worker.broadcast import DraftSizes, adopt_sizes, broadcast_sizes, broadcast_tree
 from specray.worker.draft_context import draft_context
 from specray.worker.input_batch import ScheduledBatch, StepBatch
 from specray.worker.prompt_logprobs import compute_prompt_logprobs
@@ -82,6 +82,22 @@ class Worker:
     @property
     def model(self) -> TargetModel:
         return self._backend.runner.model
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0, which gets the plans."""
+        return self._group.leads
+
+    @property
+    def compiles_kernels(self) -> bool:
+        """Whether a kernel is compiled when it is called for the first time."""
+        return self._backend.compiles_kernels
+
+    def prepare(self) -> None:
+        """Capture CUDA graphs for the trees of the drafter; all ranks call it together."""
+        if self._group.size > 1:
+            adopt_sizes(self.drafts, broadcast_sizes(self._group, DraftSizes.of(self.drafts)))
+        self._backend.prepare()
 
     @property
     def starts_passes(self) -> bool:

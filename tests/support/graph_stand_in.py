@@ -48,11 +48,13 @@ class RecordedGraphs(Graphs):
         super().__init__(lambda: RecordedGraph(self))
         self._left: dict[int, Tensor] = {}  # bytes of memory that is not garbage, by address
         self.captured: set[Hashable] = set()
+        self.num_captures = 0
         self.replayed: set[Hashable] = set()
 
     def capture(self, key: Hashable, run: Callable[[], object]) -> None:
         super().capture(key, run)
         self.captured.add(key)
+        self.num_captures += 1
 
     def replay(self, key: Hashable) -> None:
         self._spoil()

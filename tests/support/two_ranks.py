@@ -2,6 +2,7 @@
 
 import tempfile
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from multiprocessing import get_context
@@ -19,9 +20,10 @@ from specray.outputs import FinishReason
 from specray.sampling_params import make_sampling_params
 from specray.step import StepPlan, StepResult
 from specray.worker.startup import start_worker
+from specray.worker.warm_up import warm_up
 from specray.worker.worker import Worker
 from tests.support.forked import IMPORTED
-from tests.support.graph_stand_in import recorded_graphs
+from tests.support.graph_stand_in import RecordedGraphs, recorded_graphs
 
 TIMEOUT_S = 120.0
 PROCESSES = get_context("forkserver")
@@ -85,17 +87,23 @@ def lead(
     if not in_graphs:
         return _lead(config, address, prompts, params)
     with recorded_graphs() as graphs:
-        choices = _lead(config, address, prompts, params)
+        choices = _lead(config, address, prompts, params, graphs)
         verified = {key[2:] for key in graphs[0].replayed if key[0] == "verify"}  # type: ignore[index]
         assert verified >= {(True, False), (True, True)}  # sampled, and without or with filters
     return choices
 
 
 def _lead(
-    config: EngineConfig, address: str, prompts: list[list[int]], params: list[dict[str, Any]]
+    config: EngineConfig,
+    address: str,
+    prompts: list[list[int]],
+    params: list[dict[str, Any]],
+    graphs: Sequence[RecordedGraphs] = (),
 ) -> list[dict[str, Any]]:
-    worker = RankZero(start_worker(config, 0, config.tp_size, address))
-    engine = Engine(config, worker, load_tokenizer(Path(config.model)).backend_tokenizer)
+    worker = start_worker(config, 0, config.tp_size, address)
+    warm_up(worker, config)
+    num_captures = [each.num_captures for each in graphs]
+    engine = Engine(config, RankZero(worker), load_tokenizer(Path(config.model)).backend_tokenizer)
     for index, (prompt, options) in enumerate(zip(prompts, params, strict=True)):
         engine.add_request(EngineRequest(str(index), prompt, make_sampling_params(**options)))
     choices: list[dict[str, Any]] = [{"token_ids": [], "text": ""} for _ in prompts]
@@ -108,6 +116,7 @@ def _lead(
             if output.prompt_logprobs is not None:
                 choice["prompt_logprobs"] = output.prompt_logprobs
             assert output.finish_reason is not FinishReason.ERROR, output.error
+    assert num_captures == [each.num_captures for each in graphs], "a request waited for a capture"
     return choices
 
 
@@ -115,4 +124,6 @@ def run_follower(config: EngineConfig, rank: int, address: str, in_graphs: bool)
     """Run another rank until it is killed."""
     torch.set_num_threads(1)
     with recorded_graphs() if in_graphs else nullcontext():
-        start_worker(config, rank, config.tp_size, address).run_loop()
+        worker = start_worker(config, rank, config.tp_size, address)
+        warm_up(worker, config)
+        worker.run_loop()

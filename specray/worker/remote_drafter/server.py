@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from specray.channel import Channel, ChannelClosedError
 from specray.config import MAX_TREE_NODES, EngineConfig
@@ -22,7 +23,7 @@ from specray.models.files import target_folder
 from specray.models.registry import context_length, load_config, resolve_dtype, shape_of
 from specray.models.tokenizer import eos_token_ids, load_tokenizer
 from specray.ops.attention import torch_dtype
-from specray.ops.graphs import make_graphs
+from specray.ops.graphs import Graphs, make_graphs
 from specray.ops.linear import fixed_order
 from specray.spec_decode import make_drafter
 from specray.spec_decode.drafter import Drafter, DraftFaultError, TargetView, composite_of, device_drafter
@@ -38,10 +39,12 @@ from specray.worker.remote_drafter.wire import (
     DeltaDecoder,
     DraftReply,
     Order,
+    TargetHandshake,
     pack,
     unpack_order,
     unpack_target_handshake,
 )
+from specray.worker.warm_up import WarmUpSizes, warm_up_drafter
 
 logger = logging.getLogger(__name__)
 
@@ -86,12 +89,20 @@ class DraftServer:
             on_accept()
             with contextlib.closing(ring):
                 while True:
-                    channel.send(pack(self._reply(unpack_order(channel.recv()), ring, decoder)))
+                    order = unpack_order(channel.recv())
+                    channel.send(pack(self._reply(order, ring.read(order.region), decoder)))
 
-    def _reply(self, order: Order, ring: HiddenStateRing | DeviceRing, decoder: DeltaDecoder) -> DraftReply:
+    @torch.inference_mode()
+    def warm_up(self, config: EngineConfig, target: TargetHandshake, sizes: WarmUpSizes) -> None:
+        """Compile all kernels, before it connects to a target with these tables; see `warm_up`."""
+        zeros = torch.zeros(target.region_tokens, target.width, dtype=torch_dtype(target.dtype), device=self._device)
+        decoder = DeltaDecoder(target, self._device, self._table)
+        warm_up_drafter(lambda order: self._reply(order, zeros, decoder), config, sizes)
+
+    def _reply(self, order: Order, region: Tensor, decoder: DeltaDecoder) -> DraftReply:
         start = time.perf_counter()
         self._drafter.release(order.freed_slots)
-        context = decoder.context(order, ring.read(order.region))
+        context = decoder.context(order, region)
         if self._graphs is not None:
             context = replace(context, replay=self._graphs.replay(context))
         try:
@@ -127,15 +138,29 @@ class DraftServer:
 
 
 def make_draft_server(config: EngineConfig, target: TargetView, num_slots: int) -> DraftServer:
-    """A server of the configured drafter, whose CUDA graphs are captured if it can have any."""
-    drafter = make_remote_drafter(config, target, num_slots)
-    made = None if config.disable_cuda_graph else make_graphs(target.device, target.attention_backend)
-    if made is None or not is_padded(make_sampler(config.speculative)):
-        return DraftServer(drafter, target.device)
+    """A server of the configured drafter, whose CUDA graphs are captured and whose kernels are compiled."""
+    drafter, device = make_remote_drafter(config, target, num_slots), target.device
+    made = None if config.disable_cuda_graph else make_graphs(device, target.attention_backend)
+    if made is None and device.type == "cpu":  # whose kernels are compiled already
+        return DraftServer(drafter, device)
     max_tokens = target.context_length + MAX_TREE_NODES + config.page_size
-    table = RequestTable(
-        config.max_running_requests, max_tokens, config.page_size, target.shape.vocab_size, target.device
-    )
+    dimensions = config.max_running_requests, max_tokens, config.page_size, target.shape.vocab_size
+    table = RequestTable(*dimensions, device)
+    if made is None or not is_padded(make_sampler(config.speculative)):
+        server = DraftServer(drafter, device, None, table)
+    else:
+        server = DraftServer(drafter, device, _capture(config, target, made, drafter, table), table)
+    width = target.shape.hidden_size * len(drafter.aux_hidden_state_layers)
+    states = (config.chunked_prefill_size, width, str(target.dtype).removeprefix("torch."))
+    sizes = WarmUpSizes(num_slots, target.context_length, target.shape.vocab_size, drafter.max_draft_tokens)
+    server.warm_up(config, TargetHandshake(*states, *dimensions), sizes)
+    return server
+
+
+def _capture(
+    config: EngineConfig, target: TargetView, made: Graphs, drafter: Drafter, table: RequestTable
+) -> DraftGraphs | None:
+    """Capture the graphs of a drafter, or those of its members, for which it returns None."""
     rows = min(config.cuda_graph_max_bs or config.max_running_requests, config.max_running_requests)
     sizes = table, target.shape.hidden_size, target.dtype, rows
     graphs, without = None, []
@@ -148,7 +173,7 @@ def make_draft_server(config: EngineConfig, target: TargetView, num_slots: int) 
         graphs.capture()
     for each in without:
         logger.warning("without CUDA graphs: %s", each)
-    return DraftServer(drafter, target.device, graphs, table)
+    return graphs
 
 
 def make_remote_drafter(config: EngineConfig, target: TargetView, num_slots: int) -> Drafter:

@@ -1,7 +1,6 @@
 """A worker on a GPU that is not there: no operation mixes devices, and the host reads only what a step may read."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -90,10 +89,9 @@ def test_a_drafter_of_another_process_reads_its_hidden_states_on_its_gpu(
         encoder, decoder = DeltaEncoder(), DeltaDecoder(target, GPU)
         server = DraftServer(drafter, GPU)
         region = torch.empty(64, width)
-        ring = SimpleNamespace(read=lambda _: region)
         for step in range(3):
             worker.execute(decode(step) if step else prefill(64))
-            reply = server._reply(unpack_order(pack(encoder.order(step, 0, worker._context))), ring, decoder)  # type: ignore[arg-type]
+            reply = server._reply(unpack_order(pack(encoder.order(step, 0, worker._context))), region, decoder)
             assert reply.fault is None
 
 

@@ -1,0 +1,142 @@
+"""Before an engine is ready, it has captured all graphs and called all kernels, and so has a drafter that connects."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from specray.config import EngineConfig, SpeculativeConfig
+from specray.engine.engine import Engine
+from specray.engine.request import EngineRequest
+from specray.models.tokenizer import load_tokenizer
+from specray.sampling_params import SamplingParams
+from specray.spec_decode.draft_tree import DraftTree
+from specray.spec_decode.eagle import EagleDrafter
+from specray.spec_decode.propose_context import ProposeContext
+from specray.worker.remote_drafter import source
+from specray.worker.remote_drafter.handshake import DraftEndpoint
+from specray.worker.remote_drafter.server import make_draft_server, remote_target_view
+from specray.worker.remote_drafter.source import RemoteDrafts
+from specray.worker.startup import start_worker
+from specray.worker.warm_up import warm_up
+from specray.worker.worker import Worker
+from tests.support.graph_stand_in import RecordedGraphs, recorded_graphs
+from tests.support.methods import METHODS
+from tests.support.two_ranks import RankZero
+
+PARAMS = [
+    SamplingParams(temperature=heat, top_p=top_p, seed=0, max_tokens=12, ignore_eos=True)
+    for heat, top_p in ((0.0, 1.0), (0.9, 1.0), (0.9, 0.8))
+]
+
+
+@pytest.fixture
+def graphs() -> Iterator[list[RecordedGraphs]]:
+    with recorded_graphs() as graphs:
+        yield graphs
+
+
+def config_of(toy: Path, speculative: SpeculativeConfig) -> EngineConfig:
+    sizes = {"max_total_tokens": 1024, "max_running_requests": 3, "num_threads": 1}
+    return EngineConfig(model=str(toy), dtype="float32", device="cpu", speculative=speculative, **sizes)
+
+
+@contextmanager
+def ready_worker(config: EngineConfig, folder: Path, placement: str) -> Iterator[Worker]:
+    """A worker that is ready; `colocated`: its drafter is connected, and drafts in a thread."""
+    if placement == "inline":
+        worker = start_worker(config)
+        warm_up(worker, config)
+        yield worker
+        return
+    endpoint = DraftEndpoint(str(folder / "drafts"), epoch=7)
+    worker = start_worker(config, colocate=endpoint)
+    assert isinstance(worker.drafts, RemoteDrafts)
+    server = make_draft_server(config, remote_target_view(config), worker.capacity.num_blocks * config.page_size)
+
+    def draft() -> None:
+        with torch.inference_mode():
+            server.serve(endpoint.address, endpoint.epoch)
+
+    thread = threading.Thread(target=draft)
+    with closing(worker.drafts):
+        thread.start()
+        worker.drafts.await_drafter(30.0)
+        warm_up(worker, config)
+        yield worker
+    thread.join(30.0)
+
+
+def run_requests(worker: Worker, config: EngineConfig) -> Engine:
+    worker.capacity = worker.capacity._replace(max_draft_tokens=worker.drafts.max_draft_tokens)
+    engine = Engine(config, RankZero(worker), load_tokenizer(Path(config.model)).backend_tokenizer)
+    for place, params in enumerate(PARAMS):
+        engine.add_request(EngineRequest(str(place), [5, 6, 7 + place], params))
+    while engine.has_work:
+        engine.step()
+    return engine
+
+
+@pytest.mark.parametrize("placement", ["inline", "colocated"])
+def test_no_request_waits_for_a_capture(
+    placement: str, toy: Path, tmp_path: Path, graphs: list[RecordedGraphs]
+) -> None:
+    config = config_of(toy, METHODS["EAGLE3"](toy, tmp_path))
+    with ready_worker(config, tmp_path, placement) as worker:
+        before = [each.num_captures for each in graphs]
+        run_requests(worker, config)
+    assert [each.num_captures for each in graphs] == before
+    assert any(key[0] == "verify" and key[1].nodes > 1 for key in graphs[0].replayed)  # type: ignore[index]
+
+
+def test_a_drafter_that_compiles_for_long_is_not_frozen(
+    toy: Path, tmp_path: Path, graphs: list[RecordedGraphs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first draft of each kind takes longer than a target waits; `graphs` is here for drafts that are compiled."""
+    del graphs
+    propose, compiled = EagleDrafter.propose, set()
+
+    def slow_at_first(drafter: EagleDrafter, context: ProposeContext) -> DraftTree:
+        is_prompt = any(request.start == 0 for request in context.requests)
+        if (drafter, is_prompt) not in compiled:
+            compiled.add((drafter, is_prompt))
+            time.sleep(0.6)
+        return propose(drafter, context)
+
+    for wait in ("FIRST_WAIT_S", "FROZEN_S"):
+        monkeypatch.setattr(source, wait, 0.5)
+    monkeypatch.setattr(EagleDrafter, "propose", slow_at_first)
+    config = config_of(toy, METHODS["EAGLE3"](toy, tmp_path))
+    with ready_worker(config, tmp_path, "colocated") as worker:
+        engine = run_requests(worker, config)
+        assert isinstance(worker.drafts, RemoteDrafts)
+        assert worker.drafts._peer is not None
+    faults = engine.stats.labelled["specray_draft_faults_total"]
+    assert (faults["frozen"], faults["gone"]) == (0, 0)
+
+
+@pytest.mark.parametrize("name", ["EAGLE3", "NGRAM", "SEVERAL", None])
+def test_made_up_requests_leave_nothing_behind(
+    name: str | None, toy: Path, tmp_path: Path, graphs: list[RecordedGraphs]
+) -> None:
+    speculative = SpeculativeConfig() if name is None else METHODS[name](toy, tmp_path)
+    config = config_of(toy, speculative)
+    with ready_worker(config, tmp_path, "inline") as worker:
+        assert not worker._table.states
+        assert worker.num_started == 0
+        assert graphs[0].replayed
+        run_requests(worker, config)
+
+
+@pytest.mark.parametrize("pool", [16, 64])
+def test_a_pool_that_is_too_small_for_a_made_up_request_has_none(
+    pool: int, toy: Path, tmp_path: Path, graphs: list[RecordedGraphs]
+) -> None:
+    config = config_of(toy, METHODS["EAGLE3"](toy, tmp_path)).model_copy(update={"max_total_tokens": pool})
+    del graphs
+    with ready_worker(config, tmp_path, "inline") as worker:
+        assert not worker._table.states
