@@ -112,7 +112,8 @@ class DecodeGraphs:
     @torch.inference_mode()
     def _capture_all(self) -> None:
         start = time.perf_counter()
-        self._graphs.clear()
+        if self._buckets:  # those of another drafter; several drafters in this process have graphs too
+            self._graphs.clear()
         self._buckets = buckets(self._max_rows, self._max_nodes)
         logger.info("capturing CUDA graphs of %d buckets, up to %s", len(self._buckets), self._buckets[0])
         self._step = PaddedStep(self._runner, self._table, self._buckets, self._layers, self._sampler)

@@ -38,6 +38,7 @@ def test_a_drafter_whose_experts_are_chosen_on_the_host(
 ) -> None:
     worker = start_worker(config_of(toy, speculative=METHODS["MTP-deepseek"](toy, tmp_path)))
     assert worker.capacity.without_graphs == (f"drafts: {EXPERTS_READ}",)
+    worker.prepare()
     assert {kind for kind, *_ in graphs[0].captured} == {"forward", "verify"}
 
 
@@ -65,4 +66,5 @@ def test_what_is_done_on_the_host(toy: Path, tmp_path: Path, graphs: list[Record
     rejection = METHODS["EAGLE3"](toy, tmp_path).model_copy(update={"verification": "rejection"})
     worker = start_worker(config_of(toy, speculative=rejection))
     assert worker.capacity.without_graphs == (f"verification and drafts: {WALKS}",)
+    worker.prepare()
     assert {kind for kind, *_ in graphs[1].captured} == {"forward", "verify"}
