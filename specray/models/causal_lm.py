@@ -17,16 +17,15 @@ from specray.layers.norm import RMSNorm
 from specray.layers.parallel import RankGroup
 from specray.layers.rotary import RotaryEmbedding
 from specray.models.decoder_layer import DecoderLayer, FeedForward
-from specray.models.fused_forward import FusedForward
+from specray.models.fused_forward import FusibleModel
 from specray.models.loading import EMBEDDING, Loader
-from specray.models.target_model import BEFORE_FINAL_NORM, LanguageModel, ModelShape, StepForward
-from specray.ops.attention import Attend, AttentionBackend
-from specray.ops.cpu.attention import PagedAttend, PagedAttention
-from specray.ops.cpu.layers import FusedLayers
+from specray.models.target_model import BEFORE_FINAL_NORM, ModelShape
+from specray.ops.attention import Attend
+from specray.ops.cpu.attention import PagedAttend
 from specray.ops.layer_attention import LayerAttention
 
 
-class CausalLM(LanguageModel):
+class CausalLM(FusibleModel):
     """A stack of decoder layers over one flattened batch [T, hidden]; `attend` knows rows, trees and the KV pool."""
 
     can_round_kv = True  # whether KV may be int8, with one scale for each row of a head
@@ -47,9 +46,7 @@ class CausalLM(LanguageModel):
         self.head = VocabHead(head, shape.vocab_size, loader.group, loader.quantization, is_screened)
         self.max_positions = max_positions
         self.rotary = self.rotary_of(config, loader, max_positions)
-        self.fused: FusedLayers | None = None  # set by the loader, like the next three
-        self.fused_forward: FusedForward | None = None
-        self.layer_attention: Sequence[LayerAttention] | None = None
+        self.layer_attention: Sequence[LayerAttention] | None = None  # set by the loader, like the next
         self.is_row_wise = False
         self.compiled: CompiledLayers | None = None  # set by `specray.models.compilation`
 
@@ -84,9 +81,9 @@ class CausalLM(LanguageModel):
         self, token_ids: Tensor, positions: Tensor, attend: Attend, aux_hidden_state_layers: Sequence[int] = ()
     ) -> tuple[Tensor, list[Tensor]]:
         """See TargetModel."""
-        hidden = self.embedding(token_ids)
         if self.fused is not None and isinstance(attend, PagedAttend):
-            return self._forward_fused(self.fused, hidden, positions, attend, aux_hidden_state_layers)
+            return self.forward_fused(self.fused, token_ids, positions, attend, aux_hidden_state_layers)
+        hidden = self.embedding(token_ids)
         cos, sin = self.rotary.at(positions)
         # Only the requested states: those of all layers of a long prompt take gigabytes.
         aux_hidden_states: dict[int, Tensor] = {}
@@ -106,39 +103,3 @@ class CausalLM(LanguageModel):
         for layer in self.layers:
             hidden = layer(hidden, cos, sin, attend)
             yield hidden
-
-    def _forward_fused(
-        self,
-        layers: FusedLayers,
-        embedded: Tensor,
-        positions: Tensor,
-        attend: PagedAttend,
-        aux_hidden_state_layers: Sequence[int],
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Run all layers in one call of the CPU kernels. The final hidden states are float32."""
-        hidden, dtype, final_layer = embedded.float(), self.embedding.weight.dtype, len(self.layers)
-        captured = _captured(aux_hidden_state_layers, final_layer)
-        copies = layers(hidden, positions, attend, captured, dtype=dtype)
-        final = self.norm(hidden)
-        return final, _in_order(
-            aux_hidden_state_layers, captured, copies, {BEFORE_FINAL_NORM: hidden, final_layer: final}
-        )
-
-    def step_forward(self, attention: AttentionBackend) -> StepForward:
-        """See TargetModel."""
-        if self.fused_forward is not None and isinstance(attention, PagedAttention):
-            return self.fused_forward
-        return super().step_forward(attention)
-
-
-def _in_order(
-    wanted: Sequence[int], captured: Sequence[int], copies: Tensor, others: dict[int, Tensor]
-) -> list[Tensor]:
-    """The streams of the layers `wanted`. `copies` [T, len(captured) * H] are of `captured`; all get their type."""
-    states = others | {index: copies.chunk(len(captured), 1)[place] for place, index in enumerate(captured)}
-    return [states[index].to(copies.dtype) for index in wanted]
-
-
-def _captured(aux_hidden_state_layers: Sequence[int], num_layers: int) -> list[int]:
-    """The layers whose input is wanted, ascending."""
-    return sorted({index for index in aux_hidden_state_layers if 0 <= index < num_layers})

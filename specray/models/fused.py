@@ -10,10 +10,11 @@ from specray.layers.linear import ColumnParallelLinear, VocabEmbedding, VocabHea
 from specray.layers.norm import RMSNorm
 from specray.layers.rotary import RotaryEmbedding
 from specray.models.decoder_layer import DecoderLayer, FeedForward
+from specray.models.fused_forward import whole_matrix
 from specray.models.llama import Attention
 from specray.ops.cpu.layers import FusedLayers
 from specray.ops.cpu.matrix import GatedMatrix, PackedMatrix
-from specray.ops.cpu.packed_layers import EmbedAndHead, LayerParts
+from specray.ops.cpu.packed_layers import LayerParts
 from specray.ops.cpu.packed_network import CoarseOutput, Fusion, StateInput
 from specray.ops.cpu.trees import TreeNetwork
 from specray.ops.grouped_weight import Weight
@@ -35,12 +36,6 @@ def fused_decoder(layers: Sequence[object], rotary: RotaryEmbedding, eps: float)
     if len(decoders) != len(layers):
         return None
     return fused([(layer.input_norm, layer.attention, layer.ffn_norm, layer.ffn) for layer in decoders], rotary, eps)
-
-
-def embed_and_head(embedding: VocabEmbedding, norm: RMSNorm, head: VocabHead, num_columns: int) -> EmbedAndHead | None:
-    """The embedding and the output head for the kernels; None if split over ranks or without kernels."""
-    matrix = _whole_matrix(embedding, head)
-    return None if matrix is None else EmbedAndHead(embedding.weight, norm.packed, matrix, num_columns, head.screen)
 
 
 def fused(
@@ -77,7 +72,7 @@ def tree_network(
     `states` None: the layers read the embedding alone. `quantised_output` are the weights of `head`, to
     be read in a coarse form. The other arguments are those of TreeNetwork.
     """
-    matrix = _whole_matrix(embedding, head)
+    matrix = whole_matrix(embedding, head)
     if layers is None or matrix is None:
         return None
     inputs = None if states is None else _state_input(states)
@@ -87,12 +82,6 @@ def tree_network(
     return TreeNetwork(
         layers, embedding.weight, inputs, weight, output, num_columns, ids, state_is_normed, output_is_normed, fusion
     )
-
-
-def _whole_matrix(embedding: VocabEmbedding, head: VocabHead) -> PackedMatrix | None:
-    """The output matrix; None if it is not packed, or if it or the embedding is split over ranks."""
-    is_whole = embedding.group.size == head.group.size == 1
-    return head.run if is_whole and isinstance(head.run, PackedMatrix) else None
 
 
 def _state_input(layers: StateLayers) -> StateInput:

@@ -5,10 +5,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specray.models.target_model import BEFORE_FINAL_NORM
-from specray.ops.attention import Attend
-from specray.ops.cpu.attention import PagedAttend
+from specray.layers.linear import VocabEmbedding, VocabHead
+from specray.layers.norm import RMSNorm
+from specray.models.target_model import BEFORE_FINAL_NORM, LanguageModel, ModelShape, StepForward
+from specray.ops.attention import Attend, AttentionBackend
+from specray.ops.cpu.attention import PagedAttend, PagedAttention
 from specray.ops.cpu.layers import FusedLayers
+from specray.ops.cpu.matrix import PackedMatrix
 from specray.ops.cpu.packed_layers import EmbedAndHead
 from specray.ops.cpu.structs import RequestBufferStruct
 from specray.ops.cpu.verification import Verification
@@ -100,3 +103,53 @@ class FusedForward:
         num_layers = len(self._layers.structs)
         after = {BEFORE_FINAL_NORM: num_layers, num_layers: num_layers + 1}
         return after.get(aux_hidden_state_layer, aux_hidden_state_layer)
+
+
+class FusibleModel(LanguageModel):
+    """Base of a TargetModel whose decoder layers, or all of it, may be one call of the CPU kernels."""
+
+    shape: ModelShape
+    embedding: VocabEmbedding
+    norm: RMSNorm  # of a model with fused layers
+    fused: FusedLayers | None = None
+    fused_forward: FusedForward | None = None
+
+    def fuse(self, layers: FusedLayers | None, has_plain_head: bool = True) -> None:
+        """Run `layers`, which are all of the model's, in one call; with its head if that is a product only."""
+        self.fused = layers
+        matrix = whole_matrix(self.embedding, self.head)
+        if layers is None or matrix is None or not has_plain_head:
+            return
+        weight, num_columns = self.embedding.weight, self.shape.vocab_size
+        around = EmbedAndHead(weight, self.norm.packed, matrix, num_columns, self.head.screen)
+        self.fused_forward = FusedForward(layers, around, weight.dtype)
+
+    def step_forward(self, attention: AttentionBackend) -> StepForward:
+        """See TargetModel."""
+        if self.fused_forward is not None and isinstance(attention, PagedAttention):
+            return self.fused_forward
+        return super().step_forward(attention)
+
+    def forward_fused(
+        self,
+        layers: FusedLayers,
+        token_ids: Tensor,
+        positions: Tensor,
+        attend: PagedAttend,
+        aux_hidden_state_layers: Sequence[int],
+    ) -> tuple[Tensor, list[Tensor]]:
+        """TargetModel's call. The final hidden states are float32."""
+        embedded = self.embedding(token_ids)
+        hidden, dtype, final_layer = embedded.float(), self.embedding.weight.dtype, len(layers.structs)
+        captured = sorted({index for index in aux_hidden_state_layers if 0 <= index < final_layer})
+        copies = layers(hidden, positions, attend, captured, dtype=dtype)
+        final = self.norm(hidden)
+        streams = {BEFORE_FINAL_NORM: hidden, final_layer: final}
+        streams |= {index: copies.chunk(len(captured), 1)[place] for place, index in enumerate(captured)}
+        return final, [streams[index].to(dtype) for index in aux_hidden_state_layers]
+
+
+def whole_matrix(embedding: VocabEmbedding, head: VocabHead) -> PackedMatrix | None:
+    """The output matrix; None if it is not packed, or if it or the embedding is split over ranks."""
+    is_whole = embedding.group.size == head.group.size == 1
+    return head.run if is_whole and isinstance(head.run, PackedMatrix) else None

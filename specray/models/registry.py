@@ -22,8 +22,7 @@ from specray.layers.rotary import has_fixed_length, num_positions
 from specray.models.causal_lm import CausalLM
 from specray.models.config_keys import check_keys
 from specray.models.deepseek import Deepseek
-from specray.models.fused import embed_and_head, fused_decoder
-from specray.models.fused_forward import FusedForward
+from specray.models.fused import fused_decoder
 from specray.models.llama import Llama
 from specray.models.llama_config import LlamaConfig
 from specray.models.llama_shape import check_heads
@@ -254,11 +253,8 @@ def _load_native(config: PretrainedConfig, loader: Loader, max_positions: int) -
     model = MODELS[_architectures(config)[0]](config, loader, max_positions)
     layers = list(model.layers)
     model.layer_attention = _layer_attention(config, max_positions)
-    model.fused = fused_decoder(layers, model.rotary, model.shape.eps)
+    model.fuse(fused_decoder(layers, model.rotary, model.shape.eps))
     model.is_row_wise = all(map(is_row_wise, layers))
-    around = embed_and_head(model.embedding, model.norm, model.head, model.shape.vocab_size)
-    if model.fused is not None and around is not None:
-        model.fused_forward = FusedForward(model.fused, around, model.embedding.weight.dtype)
     return model
 
 

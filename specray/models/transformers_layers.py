@@ -46,6 +46,7 @@ class FlatLinear(Layer):
         bias = bias if self._group.leads else None  # added once in the sum over ranks
         self.weight = torch.empty(0, dtype=weight.dtype if isinstance(weight, Tensor) else dtype)
         self.out_features, self.in_features = weight.shape
+        self.is_whole = self._group.size == 1
         self.run = make_linear(weight, bias, quantization)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -131,7 +132,8 @@ def _eps(module: Any) -> float:
 class FlatAttention(nn.Module):
     """Self-attention of rotated queries and keys, in place of a module that `computes_rotary_attention`.
 
-    One product gives queries, keys and values. `call` is what the module asked of attention.
+    One product gives queries, keys and values. `call` is what the module asked of attention. `q_norm` and `k_norm` are
+    norms of each head, or None.
     """
 
     def __init__(
@@ -141,6 +143,8 @@ class FlatAttention(nn.Module):
         call: AttentionCall,
         quantization: str | None,
         dtype: torch.dtype,
+        q_norm: nn.Module | None = None,
+        k_norm: nn.Module | None = None,
     ) -> None:
         """`parts` are the weights and biases of queries, keys and values."""
         super().__init__()
@@ -148,6 +152,7 @@ class FlatAttention(nn.Module):
         bias = torch.cat(biases) if biases else None
         self.qkv_proj = FlatLinear(concat(*(part["weight"] for part in parts)), bias, quantization, dtype)
         self.o_proj = out
+        self.q_norm, self.k_norm = q_norm, k_norm
         self._call = call
 
     def forward(
@@ -157,6 +162,9 @@ class FlatAttention(nn.Module):
         call = self._call
         heads = self.qkv_proj(hidden_states).view(*hidden_states.shape[:2], -1, call.qk_dim)
         rotated, values = heads.split_with_sizes((call.num_heads + call.num_kv_heads, call.num_kv_heads), 2)
+        if self.q_norm is not None and self.k_norm is not None:
+            queries, keys = rotated.split_with_sizes((call.num_heads, call.num_kv_heads), 2)
+            rotated = torch.cat((self.q_norm(queries), self.k_norm(keys)), 2)
         cos, sin = (part[:, :, None] for part in position_embeddings)
         first, second = rotated.chunk(2, -1)
         rotated = (rotated * cos + torch.cat((-second, first), -1) * sin).to(heads.dtype)  # OLMo's are float32
@@ -170,7 +178,11 @@ def computes_rotary_attention(module: nn.Module, call: AttentionCall) -> bool:
     """Whether a module is FlatAttention of its four linears. It is tried with other functions in their place."""
     names = ("q_proj", "k_proj", "v_proj", "o_proj")
     own = dict(module.named_children())
-    if own.keys() != set(names) or any(type(part) is not nn.Linear for part in own.values()):
+    if (
+        own.keys() - {"q_norm", "k_norm"} != set(names)
+        or len(own) == 5
+        or any(type(own[name]) is not nn.Linear for name in names)
+    ):
         return False
     biases = {own[name].bias is None for name in names[:3]}
     if any(True for _ in module.named_parameters(recurse=False)) or call.sinks is not None or len(biases) > 1:
@@ -179,7 +191,8 @@ def computes_rotary_attention(module: nn.Module, call: AttentionCall) -> bool:
         return False
     trial, dim = copy(module), call.qk_dim
     factors = dict(zip(names, (2.0, 3.0, 5.0, 7.0), strict=True))
-    trial._modules = {name: _Times(factor) for name, factor in factors.items()}
+    weight = torch.linspace(0.5, 3.0, dim) if "q_norm" in own else torch.ones(dim)  # in place of norms of each head
+    trial._modules = {name: _Times(factors.get(name, weight)) for name in own}
     x, angles = (
         torch.linspace(-4.0, 4.0, 6 * dim).view(1, 3, 2 * dim),
         torch.linspace(0.1, 2.0, 3 * dim).view(1, 3, dim),
@@ -191,7 +204,7 @@ def computes_rotary_attention(module: nn.Module, call: AttentionCall) -> bool:
         return rows * cos[:, None] + torch.cat((-second, first), -1) * sin[:, None]
 
     heads = x.view(1, 3, 2, dim).transpose(1, 2)
-    expected = rotated(heads * 2.0), rotated(heads * 3.0), heads * 5.0
+    expected = rotated(heads * 2.0 * weight), rotated(heads * 3.0 * weight), heads * 5.0
     found: list[Tensor] = []
 
     def attention(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:  # noqa: ARG001
@@ -222,7 +235,7 @@ def _needs_full_width(
 
 
 class _Times(nn.Module):
-    def __init__(self, factor: float) -> None:
+    def __init__(self, factor: float | Tensor) -> None:
         super().__init__()
         self._factor = factor
 

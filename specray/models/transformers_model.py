@@ -17,9 +17,11 @@ from transformers import PretrainedConfig
 from specray.errors import ConfigError
 from specray.layers.linear import VocabEmbedding, VocabHead
 from specray.layers.parallel import RankGroup
+from specray.models.fused_forward import FusibleModel
 from specray.models.llama_shape import heads_of_rank
 from specray.models.loading import Loader
-from specray.models.target_model import BEFORE_FINAL_NORM, LanguageModel, ModelShape
+from specray.models.target_model import BEFORE_FINAL_NORM, ModelShape
+from specray.models.transformers_fused import fused_body
 from specray.models.transformers_head import FinishedHead
 from specray.models.transformers_layers import has_row_wise_products
 from specray.models.transformers_parallel import split_skeleton
@@ -36,6 +38,7 @@ from specray.models.transformers_skeleton import (
 from specray.models.transformers_states import state_layers
 from specray.models.transformers_weights import StoredNames, load_weights
 from specray.ops.attention import Attend, make_zeros
+from specray.ops.cpu.attention import PagedAttend
 from specray.ops.grouped_weight import Weight
 from specray.ops.layer_attention import LayerAttention, pack_kv
 from specray.ops.linear import is_row_wise
@@ -49,7 +52,7 @@ def transformers_shape(config: PretrainedConfig, group: RankGroup) -> ModelShape
     return _shape(config, skeleton, attention_calls(skeleton))
 
 
-class TransformersModel(LanguageModel):
+class TransformersModel(FusibleModel):
     """transformers' modules of one causal language model."""
 
     can_round_kv = True
@@ -69,9 +72,13 @@ class TransformersModel(LanguageModel):
         self.embedding = VocabEmbedding(embedding, RankGroup())
         is_screened = loader.screens_output and loader.group.size == 1
         matrix, bias = _output_matrix(stored, loader, embedding)
-        self.head: VocabHead = FinishedHead(
+        head = FinishedHead(
             matrix, bias, self.shape.vocab_size, loader.group, loader.quantization, is_screened, model, body
         )
+        self.head: VocabHead = head
+        if (fused := fused_body(body, layers, calls, max_positions)) is not None:
+            kernels, self.norm = fused
+            self.fuse(kernels, has_plain_head=not head.is_finished)
         self._body = body
         self._streams = _Streams(layers)
         for layer in state_layers(body):
@@ -89,6 +96,8 @@ class TransformersModel(LanguageModel):
         self, token_ids: Tensor, positions: Tensor, attend: Attend, aux_hidden_state_layers: Sequence[int] = ()
     ) -> tuple[Tensor, list[Tensor]]:
         """See TargetModel."""
+        if self.fused is not None and isinstance(attend, PagedAttend):
+            return self.forward_fused(self.fused, token_ids, positions, attend, aux_hidden_state_layers)
         self._streams.start(aux_hidden_state_layers)
         kept = attend.states if isinstance(attend, StatefulAttend) else None
         attention = PooledAttention(attend, self._reads)

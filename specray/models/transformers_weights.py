@@ -257,7 +257,8 @@ class _Filling:
             return
         *inputs, out = (self._packed.pop(linear) for linear in linears)
         output = FlatLinear(out["weight"], out.get("bias"), *options, self._summing_group(linears[3]))
-        _replace(self._model, path, FlatAttention(inputs, output, self._attention[path], *options))
+        norms = (self._model.get_submodule(path)._modules.get(name) for name in ("q_norm", "k_norm"))
+        _replace(self._model, path, FlatAttention(inputs, output, self._attention[path], *options, *norms))
 
     def _summing_group(self, path: str) -> RankGroup | None:
         """The ranks whose results of a linear are added."""

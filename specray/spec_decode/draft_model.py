@@ -26,6 +26,7 @@ from specray.layers.parallel import RankGroup
 from specray.models.causal_lm import CausalLM
 from specray.models.files import resolve_draft
 from specray.models.fused import tree_network
+from specray.models.fused_forward import FusibleModel
 from specray.models.registry import context_length, load_config, load_model, shape_of
 from specray.models.target_matrices import TargetMatrices
 from specray.models.target_model import TargetModel
@@ -209,7 +210,7 @@ class DraftModel:
         self.reason_without_graphs = reason_without_graphs(model)
         self.network: TreeNetwork | None = None
         self.layer_attention = model.layer_attention
-        if isinstance(model, CausalLM):
+        if isinstance(model, FusibleModel) and model.fused is not None:
             self.network = tree_network(
                 model.fused, model.embedding, None, model.norm, head, ids, self.vocab_size, output_is_normed=True
             )

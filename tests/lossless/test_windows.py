@@ -1,4 +1,4 @@
-"""Sliding windows of native models: transformers' logits, and one text however it is computed."""
+"""Sliding windows in the fused CPU kernels: transformers' logits, and one text however it is computed."""
 
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,13 @@ PARAMS = [
     SamplingParams(temperature=temperature, seed=seed, max_tokens=40, ignore_eos=True)
     for seed, temperature in enumerate((0.0, 0.0, 0.8, 0.8))
 ]
-NAMES = ["mistral", "qwen2-window"]  # every layer in a window, or some
+NAMES = ["mistral", "qwen2-window", "cwm"]  # every layer in a window, or some; the last one of transformers' modules
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_long_prompt_has_transformers_logits(name: str, tmp_path: Path) -> None:
     reference = write_decoder(name, tmp_path)
-    with make_llm(tmp_path, model_impl="native") as llm:
+    with make_llm(tmp_path) as llm:
         model = llm._executor.worker.model
         assert llm._executor.worker.capacity.context_length > len(LONG)
         for size in (len(LONG), 7):
@@ -43,7 +43,7 @@ def test_one_text_with_any_drafts_chunks_and_prefixes(name: str, options: dict[s
     write_decoder(name, tmp_path)
     head = write_random_head(tmp_path / "head", tmp_path, 3)
     tree = {"num_steps": 3, "eagle_topk": 2, "num_draft_tokens": 6}
-    with make_llm(tmp_path, model_impl="native", **options) as llm:
+    with make_llm(tmp_path, **options) as llm:
         texts = [generation.choices[0].token_ids for generation in llm.generate(PROMPTS, PARAMS)]
         for prompt, params, text in zip(PROMPTS, PARAMS, texts, strict=True):  # alone, from the prefix cache
             assert llm.generate([prompt], params)[0].choices[0].token_ids == text
@@ -54,5 +54,5 @@ def test_one_text_with_any_drafts_chunks_and_prefixes(name: str, options: dict[s
         ):
             with llm.with_speculative(drafts) as drafting:
                 assert [each.choices[0].token_ids for each in drafting.generate(PROMPTS, PARAMS)] == texts, drafts
-    with make_llm(tmp_path, model_impl="native", chunked_prefill_size=16, **options) as llm:
+    with make_llm(tmp_path, chunked_prefill_size=16, **options) as llm:
         assert [each.choices[0].token_ids for each in llm.generate(PROMPTS, PARAMS)] == texts

@@ -399,8 +399,10 @@ def logits_in_chunks(model: TargetModel, tokens: list[int], size: int) -> torch.
     for start in range(0, len(tokens), size):
         end = min(start + size, len(tokens))
         batch = AttentionBatch([end - start], [end], slots[None], slots[start:end], [(0, 0)])
-        kept = StatePass(states, StateRows.of([0], [end - start], [end - start], [start == 0]))
-        attend = StatefulAttend(attention.plan(batch), kept)
+        attend: Any = attention.plan(batch)
+        if states:
+            kept = StatePass(states, StateRows.of([0], [end - start], [end - start], [start == 0]))
+            attend = StatefulAttend(attend, kept)
         hidden, _ = model(torch.tensor(tokens[start:end]), torch.arange(start, end), attend)
         parts.append(model.logits(hidden))
     return torch.cat(parts)

@@ -1,6 +1,7 @@
 """Attention over a paged KV pool with the CPU kernels: prompt chunks, decoding and draft trees in one call."""
 
 import ctypes
+import operator
 from collections.abc import Sequence
 from itertools import chain
 
@@ -61,6 +62,7 @@ class PagedAttend:
     def __init__(self, backend: PagedAttention, batch: AttentionBatch) -> None:
         self.backend = backend
         self.written = batch.slot_mapping.contiguous()
+        self._num_pairs = sum(map(operator.mul, batch.query_lens, batch.kv_lens))  # of queries and keys
         count = len(batch.query_lens)
         query_lens, kv_lens = ((ctypes.c_int32 * count)(*lens) for lens in (batch.query_lens, batch.kv_lens))
         trees = (ctypes.c_int32 * (2 * count))(*chain.from_iterable(batch.tree_sizes))
@@ -95,6 +97,6 @@ class PagedAttend:
             pointer(kv),
             pointer(out),
             FLOAT_TYPES[q.dtype],
-            num_threads(),
+            num_threads(2 * self._num_pairs * q[0].numel() * q.itemsize),
         )
         return out

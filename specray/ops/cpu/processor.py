@@ -42,7 +42,7 @@ def use_kernel_threads(count: int) -> None:
 
 
 def num_threads(num_bytes: int | None = None) -> int:
-    """Threads of a call of the kernels that reads `num_bytes` of weights.
+    """Threads of a call of the kernels that reads `num_bytes` of weights, or of keys and values for each query.
 
     torch's number if `use_kernel_threads` was never called; one for little work.
     """

@@ -71,11 +71,12 @@ def test_another_norm_is_kept() -> None:
 
 
 def test_rotary_attention_is_found_by_what_a_module_computes() -> None:
-    calls = {name: calls_of(name) for name in ("llama", "qwen3", "smollm3", "gpt_oss", "glm4_moe")}
+    calls = {name: calls_of(name) for name in ("llama", "qwen3", "olmo2", "smollm3", "gpt_oss", "glm4_moe")}
     found = {name: [computes_rotary_attention(*each) for each in pairs] for name, pairs in calls.items()}
     assert found == {
         "llama": [True, True],
-        "qwen3": [False, False],  # norms of queries and keys
+        "qwen3": [True, True],  # norms of the heads of queries and keys
+        "olmo2": [False, False],  # norms of all heads together
         "smollm3": [True, False, True, False],  # every second layer without rotary positions
         "gpt_oss": [False, False, False],  # sinks
         "glm4_moe": [False, False],  # half of each head is rotated
