@@ -478,6 +478,12 @@ class EngineConfig(Options):
         description="Fraction of memory for weights and KV pool; null takes 0.85 on a GPU and 0.4 on a CPU.",
     )
     disable_radix_cache: bool = Field(False, description="Disable prefix caching.")
+    max_mamba_cache_size: int | None = Field(
+        None,
+        ge=1,
+        description="Requests whose states are in memory, of a model with states; those beyond max_running_requests "
+        "are for the prefix cache. null: three times that, within a quarter of the KV pool's memory.",
+    )
     disable_overlap_schedule: bool = Field(
         False, description="Do not plan a step before the result of the last one is known."
     )
@@ -591,5 +597,15 @@ class EngineConfig(Options):
             raise ConfigError(
                 f"max_total_tokens={self.max_total_tokens} cannot hold one block of page_size={self.page_size} and a "
                 f"tree of {nodes} nodes; set max_total_tokens >= {self.page_size + nodes} or lower the others"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_states(self) -> Self:
+        most, running = self.max_mamba_cache_size, self.max_running_requests
+        if most is not None and most < running:
+            raise ConfigError(
+                f"max_mamba_cache_size={most} is less than max_running_requests={running}, each of which has states; "
+                "raise the first or lower the second"
             )
         return self

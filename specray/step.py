@@ -98,6 +98,7 @@ class NewRequest(NamedTuple):
     traces_drafts: bool = False  # its results have `tree`
     drafter: str = ""  # the one of several drafters that drafts for it
     shadow: str = ""  # another one, which drafts without being verified
+    stored_state: int = -1  # prefix cache hit of a model with states: the row of the state pools that has the states
 
 
 class ScheduledRequest(NamedTuple):
@@ -107,6 +108,8 @@ class ScheduledRequest(NamedTuple):
     num_tokens: int
     draft_limit: DraftLimit  # limit of this step's tree, by the request's own one and the reserved KV slots
     new_block_ids: list[int]  # appended to the request's blocks before the step
+    # (n, row of the state pools): once the first n tokens are committed, the row receives the states behind them
+    state_copies: Sequence[tuple[int, int]] = ()
 
 
 class StepPlan(NamedTuple):

@@ -160,8 +160,8 @@ MUTANTS = (
     Mutant(
         "states: rejected drafts stay",
         "specray/worker/state_pool.py",
-        "StateRows.of(slots, lens, rows.num_known, is_fresh, parents)",
-        "StateRows.of(slots, lens, lens, is_fresh, parents)",
+        "StateRows.of(slots, lens, rows.num_known, is_fresh, parents, copies)",
+        "StateRows.of(slots, lens, lens, is_fresh, parents, copies)",
         "tests/lossless/test_states.py -k qwen3_5-wrong",
     ),
     Mutant(
@@ -179,11 +179,32 @@ MUTANTS = (
         "tests/lossless/test_states.py -k slot",
     ),
     Mutant(
-        "states: a request starts behind cached blocks, whose states are gone",
-        "specray/worker/startup.py",
-        "        shares_prefixes=not target.model.shape.states,\n",
-        "",
-        "tests/lossless/test_states.py -k slot",
+        "states: a request starts behind cached blocks without their states",
+        "specray/worker/state_pool.py",
+        "            if new.stored_state >= 0:\n",
+        "            if new.stored_state < 0:\n",
+        "tests/lossless/test_states.py -k stored and qwen3_5-float32",
+    ),
+    Mutant(
+        "states: those stored behind accepted drafts are stored a token too late",
+        "specray/ops/states.py",
+        "{count - num_known[request]: row for",
+        "{count - num_known[request] + 1: row for",
+        "tests/lossless/test_states.py -k stored and qwen3_5-float32",
+    ),
+    Mutant(
+        "states: those of another place are stored for a block",
+        "specray/engine/stored_states.py",
+        "request.shared_path[place // self._block_size - 1]",
+        "request.shared_path[place // self._block_size - 2]",
+        "tests/unit/engine/test_scheduler.py",
+    ),
+    Mutant(
+        "states: a row is given away while it is stored behind a block",
+        "specray/engine/stored_states.py",
+        "            self.forget(next(iter(self._rows)))\n",
+        "            self._free.append(next(iter(self._rows.values())))\n",
+        "tests/unit/engine/test_scheduler.py",
     ),
     Mutant(
         "headers: a request ID that is not text reaches Serve's proxy",

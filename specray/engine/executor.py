@@ -22,7 +22,7 @@ class Capacity(NamedTuple):
     without_graphs: tuple[str, ...] = ()  # what has no CUDA graphs on a GPU though they are wanted, and why
     lacks_cpu_kernels: bool = False  # computes on a CPU with torch's operations, which is several times slower
     mixed_prefill_tokens: int = 1024  # prompt tokens of a step in which other requests decode
-    shares_prefixes: bool = True  # requests start behind cached blocks; not with states, which are not cached
+    num_stored_states: int | None = None  # rows of the state pools for the prefix cache; None: the model has no states
     max_plans: int = 1  # submitted and not collected; with 2, the ranks never wait for the next plan
     learns_budget: bool = False  # speculative.budget: null is auto, where drafts do not change the text
 

@@ -21,6 +21,7 @@ def new_request(request: Request, eos_token_ids: list[int]) -> NewRequest:
         traces_drafts=spec.traces_drafts,
         drafter="" if request.drafter is None else request.drafter.name,
         shadow="" if request.drafter is None else request.drafter.shadow,
+        stored_state=request.stored_state,
     )
 
 

@@ -5,7 +5,7 @@ the next token, the key includes that token (SGLang's bigram keys), and a hit ha
 tenant's `cache_salt`) has its own root and shares nothing. Only KV of committed tokens is cached.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
@@ -82,8 +82,17 @@ class IdleLeaves:
 class RadixCache:
     """Owns the blocks of its nodes and returns them to `pool`. A key has `block_size + lookahead` tokens."""
 
-    def __init__(self, pool: BlockPool, block_size: int, enabled: bool = True, lookahead: int = 0) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_size: int,
+        enabled: bool = True,
+        lookahead: int = 0,
+        forget: Callable[[CacheNode], object] = lambda _: None,
+    ) -> None:
+        """`forget` is called with each evicted node."""
         self.pool = pool
+        self._forget = forget
         self.block_size = block_size
         self.enabled = enabled
         self.lookahead = lookahead  # tokens after a block on which its KV depends
@@ -162,6 +171,7 @@ class RadixCache:
         self.num_cached -= 1
         self.num_idle -= 1
         self.pool.free([node.block_id])
+        self._forget(node)
         self._idle_leaves.offer(parent)
         if parent.parent is None and not parent.children:
             del self._roots[parent.namespace]

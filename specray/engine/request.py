@@ -63,6 +63,7 @@ class Planned(NamedTuple):
     samples: bool  # it emits 1 … num_drafts + 1 tokens
     num_drafts: int
     no_drafts: str = ""  # why it may have none: a field of Undrafted
+    state_copies: Sequence[tuple[int, int]] = ()  # see ScheduledRequest
 
 
 @dataclass(slots=True, eq=False)
@@ -82,6 +83,10 @@ class Request:
     in_flight: list[Planned] = field(default_factory=list)  # oldest first
     block_ids: list[int] = field(default_factory=list)
     shared_path: list[CacheNode] = field(default_factory=list)  # locked; block i is cached iff its node holds it
+    # Of models with states, see StoredStates:
+    stored_state: int = -1  # row of the state pools with the states behind the cached tokens that it starts from
+    state_places: set[int] = field(default_factory=set)  # numbers of tokens behind which states are stored
+    latest_state: CacheNode | None = None  # where they were last stored beside these places
 
     prompt_logprobs: list[TokenLogprob] | None = None  # so far, until they are reported; None: not wanted
     started: float | None = None  # when it first left the queue

@@ -20,6 +20,7 @@ from specray.engine.fair_queue import FairQueue
 from specray.engine.new_request import new_request
 from specray.engine.radix_cache import BlockPool, RadixCache
 from specray.engine.request import Emitted, Planned, Request, Status
+from specray.engine.stored_states import StoredStates
 from specray.step import DraftFault, DraftLimit, NewRequest, ScheduledRequest, StepPlan, StepResult
 
 MAX_FORCED_DRAFTS = 8  # tokens that a grammar may add to a drafter's tree
@@ -31,8 +32,10 @@ class Scheduler:
 
     def __init__(self, config: EngineConfig, capacity: Capacity) -> None:
         self.pool = BlockPool(capacity.num_blocks)
-        is_cached = capacity.shares_prefixes and not config.disable_radix_cache
-        self.cache = RadixCache(self.pool, config.page_size, enabled=is_cached, lookahead=capacity.reads_next_token)
+        is_cached = capacity.num_stored_states != 0 and not config.disable_radix_cache
+        num_states = capacity.num_stored_states if is_cached else 0
+        self.states = StoredStates(config.max_running_requests, num_states, config.page_size)
+        self.cache = RadixCache(self.pool, config.page_size, is_cached, capacity.reads_next_token, self.states.forget)
         self.block_size = config.page_size
         # Prompt tokens of a step and of one request in it: usually, and few while other requests decode and wait.
         mixed = min(capacity.mixed_prefill_tokens, config.max_prefill_tokens)
@@ -148,8 +151,9 @@ class Scheduler:
     def commit(self, emitted: Emitted, num_kept: int) -> None:
         """Append the first `num_kept` of a request's emitted tokens, up to where a stop condition cuts the output."""
         request, result = emitted.request, emitted.result
-        planned = request.in_flight.pop(0)
+        planned, start = request.in_flight.pop(0), request.num_computed_tokens
         if result.is_deferred:
+            self.states.release(planned.state_copies)
             return  # the same tokens are planned again
         request.num_computed_tokens += emitted.num_tokens
         if result.token_ids:
@@ -164,6 +168,7 @@ class Scheduler:
         if self.waiting.num_waiting:  # an empty queue charges nobody
             self.waiting.charge(request, len(result.token_ids))
         self._share_full_blocks(request)
+        self.states.commit(request, planned.state_copies, start)
 
     def finish(self, request: Request) -> None:
         """Remove a request. Its cached blocks stay cached; its other blocks become free."""
@@ -251,8 +256,10 @@ class Scheduler:
             new_block_ids = new_block_ids + (self._grow(request, num_known + num_drafts) or [])
             num_drafts = min(num_drafts, len(request.block_ids) * self.block_size - num_known)
         no_drafts = "" if num_drafts else "limit" if limit.num_tokens or not self._most_drafts(request) else "budget"
-        request.in_flight.append(Planned(num_tokens, num_tokens == request.num_pending_tokens, num_drafts, no_drafts))
-        return ScheduledRequest(request.slot, num_tokens, limit._replace(num_tokens=num_drafts), new_block_ids)
+        samples, copies = num_tokens == request.num_pending_tokens, self.states.reserve(request, num_tokens, num_drafts)
+        request.in_flight.append(Planned(num_tokens, samples, num_drafts, no_drafts, copies))
+        limit = limit._replace(num_tokens=num_drafts)
+        return ScheduledRequest(request.slot, num_tokens, limit, new_block_ids, copies)
 
     def _grow(self, request: Request, num_tokens: int) -> list[int] | None:
         """Blocks to hold `num_tokens`, appended to the request; None if there are not enough."""
@@ -270,6 +277,7 @@ class Scheduler:
         if request.prompt_logprobs is not None:  # their logits are computed again
             num_cacheable = min(num_cacheable, request.spec.params.prompt_logprobs_start)
         path = self.cache.match(request.spec.cache_salt, request.token_ids[: num_cacheable + self.cache.lookahead])
+        path = self.states.start(request, path)
         self.cache.lock(path)
         request.block_ids = [node.block_id for node in path]
         if self._grow(request, len(request.token_ids)) is None:
@@ -307,6 +315,8 @@ class Scheduler:
         self.waiting.appendleft(request)
 
     def _release(self, request: Request) -> None:
+        for planned in request.in_flight:
+            self.states.release(planned.state_copies)
         self.pool.free(request.private_blocks())
         self.cache.unlock(request.shared_path)
         self._free_slots.append(request.slot)

@@ -10,10 +10,11 @@ the last of them. Drafts are computed from copies. Once they are verified, `Stat
 again as known rows: the same operations on the same inputs, which were kept, without the layers' matrices. This needs
 no copy of a state for each node after the pass, works for any tree, and costs nothing where no draft is accepted.
 
-Nothing resets a state: a request whose first row is at position 0 starts from zeros.
+Nothing resets a state: a request whose first row is at position 0 starts from zeros. For the prefix cache, states at
+chosen places of a text are also copied into rows of the pools that belong to no request.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -35,6 +36,10 @@ class StateShape(NamedTuple):
         return int(np.prod(self.shape)) * self.dtype.itemsize
 
 
+# Of a request: by a number of its rows of a step, the row of the pools that also receives the state behind these.
+StateCopies = Mapping[int, int]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StateRows:
     """T rows of R requests, one request after the other. All tensors are int64 and on the host.
@@ -47,6 +52,7 @@ class StateRows:
     num_known: Tensor  # [R]; 0: the state in the pool stays as it is
     is_fresh: Tensor  # [R]; 1: the request starts from zeros instead of the state in the pool
     parents: Tensor  # [T]: the row whose state each row continues; -1: none of this step
+    copies: Tensor  # [T]: the row of the pools that also receives the state behind each known row; -1: none
 
     @classmethod
     def of(
@@ -56,9 +62,13 @@ class StateRows:
         num_known: Sequence[int],
         is_fresh: Sequence[bool],
         trees: Sequence[Sequence[int]] | None = None,
+        copies: Sequence[StateCopies] | None = None,
     ) -> "StateRows":
-        """Rows behind whose known ones lie the nodes of `trees`: the parents of each one's nodes, the root's first."""
-        parents = np.arange(-1, sum(lens) - 1)
+        """Rows behind whose known ones lie the nodes of `trees`: the parents of each one's nodes, the root's first.
+
+        Those of `copies` that lie behind other rows than known ones are not made.
+        """
+        parents, copied = np.arange(-1, sum(lens) - 1), np.full(sum(lens), -1)
         end = 0
         for row, (length, known) in enumerate(zip(lens, num_known, strict=True)):
             first, end = end, end + length
@@ -66,8 +76,12 @@ class StateRows:
             if length > known:
                 assert trees is not None
                 parents[first + known : end] = np.array(trees[row][1 : 1 + length - known]) + first + known - 1
+            for count, copy in copies[row].items() if copies else ():
+                if 0 < count <= known:
+                    copied[first + count - 1] = copy
         numbers = torch.from_numpy(np.array((slots, lens, num_known, is_fresh), dtype=np.int64))
-        return cls(numbers[0], numbers[1], numbers[2], numbers[3], torch.from_numpy(parents))
+        of_rows = torch.from_numpy(parents), torch.from_numpy(copied)
+        return cls(numbers[0], numbers[1], numbers[2], numbers[3], *of_rows)
 
     @classmethod
     def apart(cls, count: int) -> "StateRows":
@@ -99,9 +113,12 @@ class States(Protocol):
 class StatePass:
     """The states of one forward pass, in pools."""
 
-    def __init__(self, pools: Sequence[Tensor], rows: StateRows) -> None:
-        """`pools` are those of the operations, in the order in which they run."""
-        self._pools, self._rows = pools, rows
+    def __init__(self, pools: Sequence[Tensor], rows: StateRows, copies: Sequence[StateCopies] | None = None) -> None:
+        """`pools` are those of the operations, in the order in which they run.
+
+        `copies` are those that `rows` were made with; here, rows behind the known ones are accepted drafts.
+        """
+        self._pools, self._rows, self._copies = pools, rows, copies
         self._next = 0
         self._num_drafts: list[int] = (rows.lens - rows.num_known).tolist()
         self._kept: list[tuple[StateOperation, list[Tensor]]] = []  # inputs of the drafts, by operation
@@ -128,17 +145,26 @@ class StatePass:
         """Bring the states behind the accepted drafts: of each request the nodes of its tree, from depth 1 on."""
         if not any(accepted):
             return
-        slots, places, start = self._rows.slots.tolist(), [], 0
+        places, start = [], 0
         for nodes, count in zip(accepted, self._num_drafts, strict=True):
             places += [start + node - 1 for node in nodes]
             start += count
-        taken = [(slot, len(nodes)) for slot, nodes in zip(slots, accepted, strict=True) if nodes]
-        lens = [count for _, count in taken]
-        rows = StateRows.of([slot for slot, _ in taken], lens, lens, [False] * len(taken))
+        rows = self._accepted_rows(accepted)
         index = torch.tensor(places)
         for (operation, inputs), pool in zip(self._kept, self._pools, strict=True):
             operation([part.index_select(0, index.to(part.device)) for part in inputs], pool, rows)
         self._kept = []
+
+    def _accepted_rows(self, accepted: Sequence[Sequence[int]]) -> StateRows:
+        taken = [request for request, nodes in enumerate(accepted) if nodes]
+        lens = [len(accepted[request]) for request in taken]
+        slots, num_known = self._rows.slots.tolist(), self._rows.num_known.tolist()
+        copies = None
+        if self._copies is not None:
+            copies = [
+                {count - num_known[request]: row for count, row in self._copies[request].items()} for request in taken
+            ]
+        return StateRows.of([slots[request] for request in taken], lens, lens, [False] * len(taken), copies=copies)
 
 
 class StatefulAttend:

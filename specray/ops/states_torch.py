@@ -52,15 +52,13 @@ def convolve(conv: Convolution, x: Tensor, pool: Tensor, rows: StateRows) -> Ten
     windows = windows.masked_fill(rows.is_fresh.bool().to(device)[:, None, None], 0)
     table = torch.cat((x, windows.flatten(0, 1))).float()  # the rows' inputs, and those before this step
     requests = np.repeat(np.arange(len(rows.lens)), rows.lens.numpy())
-    last = (rows.lens.cumsum(0) - rows.lens + rows.num_known - 1).numpy()
-    moved = rows.num_known.numpy() > 0
-    kept = _inputs(rows, last[moved], np.arange(len(last))[moved], width - 1, width)
+    ends, slots = _kept_rows(rows)
+    kept = _inputs(rows, ends, requests[ends], width - 1, width)
     result = torch.zeros(x.shape, device=device) if conv.bias is None else conv.bias.expand(x.shape)
     for weights, places in zip(conv.weights, _inputs(rows, np.arange(rows.total), requests, width, width), strict=True):
         result = result + table[torch.from_numpy(places).to(device)] * weights
-    if len(kept) and moved.any():
-        slots = rows.slots[torch.from_numpy(moved)].to(device)
-        pool[slots] = table[torch.from_numpy(kept.T).to(device)].to(pool.dtype)
+    if kept.size:
+        pool[torch.from_numpy(slots).to(device)] = table[torch.from_numpy(kept.T).to(device)].to(pool.dtype)
     return (silu(result) if conv.has_silu else result).to(x.dtype)
 
 
@@ -75,8 +73,7 @@ def gated_delta(net: DeltaNet, qkv: Tensor, a: Tensor, b: Tensor, z: Tensor, poo
     decay = (net.rates * softplus(a.float() + net.dt_bias)).exp()[..., None, None]
     beta = net.beta_scale * sigmoid(b.float())[..., None]
     requests = torch.repeat_interleave(torch.arange(len(rows.lens)), rows.lens)
-    is_last = torch.zeros(rows.total, dtype=torch.bool)
-    is_last[(rows.lens.cumsum(0) - rows.lens + rows.num_known - 1)[rows.num_known > 0]] = True
+    ends, kept_slots = map(torch.from_numpy, _kept_rows(rows))
     seen = torch.empty(rows.total, heads, net.v_dim, device=device)
     place = torch.zeros(rows.total, dtype=torch.int64)  # of a row in its level
     state = pool
@@ -92,8 +89,8 @@ def gated_delta(net: DeltaNet, qkv: Tensor, a: Tensor, b: Tensor, z: Tensor, poo
         change = (v[at] - _sum(state * k[at][..., None], -2)) * beta[at]
         state = state + k[at][..., None] * change[..., None, :]
         seen[at] = _sum(state * q[at][..., None], -2)
-        stays = is_last[level].to(device)
-        pool[slots[stays]] = state[stays]
+        stays = torch.isin(ends, level)
+        pool[kept_slots[stays].to(device)] = state[place[ends[stays]].to(device)]
     normed = seen * torch.rsqrt(_sum(seen * seen, -1)[..., None] / net.v_dim + net.eps) * net.norm
     return (normed.flatten(1) * silu(z.float())).to(z.dtype)
 
@@ -105,6 +102,15 @@ def _sum(x: Tensor, dim: int) -> Tensor:
         summed = x.narrow(dim, 0, half) + x.narrow(dim, half, half)
         x = torch.cat((summed, x.narrow(dim, 2 * half, 1)), dim) if size % 2 else summed
     return x.squeeze(dim)
+
+
+def _kept_rows(rows: StateRows) -> tuple[np.ndarray, np.ndarray]:
+    """(the rows whose states are kept, the rows of the pools that receive them), each int64 [n]."""
+    num_known, copies = rows.num_known.numpy(), rows.copies.numpy()
+    last = (rows.lens.cumsum(0) - rows.lens).numpy() + num_known - 1
+    copied = np.flatnonzero(copies >= 0)
+    ends = np.concatenate((last[num_known > 0], copied))
+    return ends, np.concatenate((rows.slots.numpy()[num_known > 0], copies[copied]))
 
 
 def _inputs(rows: StateRows, ends: np.ndarray, requests: np.ndarray, count: int, width: int) -> np.ndarray:

@@ -4,7 +4,7 @@ Prefill and decode are not distinguished. A request contributes the known tokens
 is the root of its tree. If they exceed the step's budget, the tree is that one node and nothing is sampled from it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -28,6 +28,7 @@ class ScheduledBatch(NamedTuple):
     states: list[RequestState]
     num_known: list[int]  # known tokens to compute in this step, the root included
     sampling: list[int]  # rows whose known tokens are all computed after this step: they sample
+    state_copies: list[Sequence[tuple[int, int]]]  # of each request, see ScheduledRequest
     slots: Tensor  # int64 [R]
     starts: Tensor  # int64 [R], position of the first token to compute
     counts: Tensor  # int64 [R], num_known on the device
@@ -53,7 +54,7 @@ class ScheduledBatch(NamedTuple):
         roots = [state.token_ids[position] for state, position in zip(states, last, strict=True)]
         lengths = [position + 1 for position in last]
         columns = table.flush([row.slot for row in plan.rows], starts, num_known, last, roots, lengths)
-        return cls(states, num_known, sampling, *columns.unbind())
+        return cls(states, num_known, sampling, [row.state_copies for row in plan.rows], *columns.unbind())
 
     @property
     def are_all_sampling(self) -> bool:

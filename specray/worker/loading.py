@@ -14,7 +14,7 @@ from specray.ops.backends import check_int8_kv, make_backend
 from specray.ops.device_ops import ops_on
 from specray.spec_decode.drafter import TargetView
 from specray.worker.kv_cache import KVCache
-from specray.worker.memory_plan import count_blocks, demand_of, kv_dtype
+from specray.worker.memory_plan import count_blocks, count_stored_states, demand_of, kv_dtype
 from specray.worker.model_runner import make_runner
 from specray.worker.remote_drafter.handshake import DraftPlacement
 from specray.worker.remote_drafter.source import RingLimits
@@ -50,6 +50,9 @@ class LoadedTarget:
         self.context_length = context_length(model_config, config.context_length)
         shape, dtype = self.model.shape, self.model.embedding.weight.dtype
         demand = demand_of(config, model_config, shape, folder, dtype, device, group, placement, uses_cuda_ipc)
+        num_stored = group.smallest(count_stored_states(config, shape, demand, device))
+        self.num_stored_states = num_stored if shape.states else None  # see Capacity
+        demand = demand._replace(states=demand.states + num_stored * shape.state_bytes)
         self.num_blocks = group.smallest(count_blocks(config, demand, self.context_length, device))
         sizes = (shape.num_kv_layers, shape.num_local_kv_heads, shape.head_dim, self.num_blocks, config.page_size)
         kv = KVCache(*sizes, kv_dtype(config, dtype), device)
@@ -61,7 +64,8 @@ class LoadedTarget:
             config.speculative.attention_mode,
             self.model.layer_attention,
         )
-        states = StatePool(shape.states, config.max_running_requests, device) if shape.states else None
+        num_rows = config.max_running_requests + num_stored
+        states = StatePool(shape.states, num_rows, device) if shape.states else None
         self.runner = make_runner(self.model, kv, attention, states)
         if dtype is not torch.float32 and ops_on(device).sums_in_fixed_order and not self.model.is_row_wise:
             raise ConfigError(

@@ -35,6 +35,7 @@ CONTEXT_BYTES = 600 << 20  # of CUDA and its libraries, in each process on the d
 logger = logging.getLogger(__name__)
 _MANY_NODES = 8  # of a tree, where num_draft_tokens is automatic
 _STATE_COPIES = 5  # of the states of one level of a step's rows, while torch computes a layer's
+_STORED_STATES = 2  # in the prefix cache, of a running request
 _MANY_LAYERS = 3  # whose hidden states an EAGLE-3 head reads
 
 
@@ -44,7 +45,7 @@ class Demand(NamedTuple):
     token: int  # KV of a token, of target and drafter
     weights: int = 0  # bytes of the drafter's weights
     dynamic: int = 0  # bytes of activations, CUDA graphs and further processes
-    states: int = 0  # bytes of what the target's layers keep of all requests instead of KV
+    states: int = 0  # bytes of what the target's layers keep of all requests instead of KV, stored ones included
 
 
 class StepSize(NamedTuple):
@@ -82,6 +83,19 @@ def count_blocks(config: EngineConfig, demand: Demand, context_length: int, devi
             f"block of {config.page_size} tokens; {smaller}"
         )
     return tokens // config.page_size + 1
+
+
+def count_stored_states(config: EngineConfig, shape: ModelShape, demand: Demand, device: torch.device) -> int:
+    """How many requests' states the prefix cache of this rank stores beside those of running requests."""
+    if config.disable_radix_cache or not shape.states:
+        return 0
+    if config.max_mamba_cache_size is not None:
+        return config.max_mamba_cache_size - config.max_running_requests
+    wanted = _STORED_STATES * config.max_running_requests
+    if config.max_total_tokens is not None:
+        return wanted
+    available = pool_bytes(*_memory(device), memory_fraction(config, device.type == "cuda"), demand)
+    return min(wanted, max(0, available) // 4 // shape.state_bytes)
 
 
 def kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:

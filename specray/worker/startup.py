@@ -106,7 +106,7 @@ def start_worker(
         has_one_text=target.has_one_text,
         without_graphs=tuple(without_graphs),
         lacks_cpu_kernels=device.type == "cpu" and ops_on(device).name != "cpu",
-        shares_prefixes=not target.model.shape.states,
+        num_stored_states=target.num_stored_states,
         mixed_prefill_tokens=mixed_prefill_tokens(config, is_gpu=device.type == "cuda"),
     )
     return Worker(

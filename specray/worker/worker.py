@@ -199,6 +199,8 @@ class Worker:
         """Start the step on this rank: collect the drafts and start the forward pass."""
         start = time.perf_counter()
         rows = ScheduledBatch.of(self._table, plan)
+        if (states := self._backend.runner.states) is not None:
+            states.enter(plan.new_requests)
         self.drafts.release(plan.freed_slots)
         self._context = self._nothing  # the last step's may name slots that were just freed
         if not rows.states:

@@ -32,7 +32,7 @@ def test_a_targets_own_layers_do_not_change_its_text(name: str, tmp_path: Path) 
                     assert texts_of(drafting, SAMPLED) == sampled
                 [last] = drafting.generate([PROMPTS[0]], GREEDY)
                 assert last.choices[0].token_ids == greedy[0], "alone"
-                assert (last.choices[0].usage.num_cached_tokens > 0) == llm.engine.capacity.shares_prefixes
+                assert last.choices[0].usage.num_cached_tokens > 0
                 assert last.choices[0].usage.num_draft_tokens > 0
 
 

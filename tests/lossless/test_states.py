@@ -1,13 +1,17 @@
-"""Models whose layers keep states: one text with drafts that are right, wrong or accepted in part, and when preempted.
+"""Models whose layers keep states: one text with drafts that are right, wrong or accepted in part, when preempted, and
+from the prefix cache.
 
-A state that a wrong draft has touched, or that lacks an accepted one, changes the rest of the text.
+A state that a wrong draft has touched, that lacks an accepted one or that was stored elsewhere changes the rest of the
+text.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from specray.llm import LLM
+from specray.outputs import Generation
 from specray.sampling_params import SamplingParams
 from tests.support.decoders import write_decoder
 from tests.support.drafters import DRAWS, ScriptedDrafter
@@ -51,8 +55,33 @@ def test_drafts_leave_no_trace_in_states(kind: str, folder: Path, texts: dict[st
             assert [choice.token_ids for choice in found] == texts[name]
             usages = [choice.usage for choice in found if choice.usage is not None]
             assert sum(usage.num_preemptions for usage in usages) > 0
-            assert sum(usage.num_cached_tokens for usage in usages) == 0
             assert drafter.num_proposed > 0 or kind == "empty"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_stored_states_give_the_text_of_a_new_prompt(dtype: str, folder: Path) -> None:
+    """Two turns of conversations, side by side, and then requests that share a beginning with one of them."""
+    starts = [*PROMPTS[:2], [7] * 41, [0, 10, 20, 30] * 11]  # most answers go beyond INTERVAL tokens
+    beginning = [*PROMPTS[0], *range(40, 44)]
+    shared = [[*beginning, question] for question in (8, 9, 10)]
+    for params, kind in ((GREEDY, "half-right"), (SAMPLED[1], "right-last")):
+        params = replace(params, max_tokens=30)
+        with make_llm(folder, dtype=dtype, disable_radix_cache=True) as llm:
+            first = together(llm, starts, params)
+            prompts = [prompt + text + [9] * 6 for prompt, text in zip(starts, first, strict=True)]
+            second, others = together(llm, prompts, params), together(llm, shared, params)
+        known = [a + b for a, b in zip(starts + prompts + shared, first + second + others, strict=True)]
+        drafter = ScriptedDrafter(DRAWS[kind], known)
+        with make_llm(folder, drafter, dtype=dtype, page_size=4, chunked_prefill_size=7, max_prefill_tokens=11) as llm:
+            assert together(llm, starts, params) == first
+            generations = llm.generate(prompts, params)
+            assert [generation.choices[0].token_ids for generation in generations] == second
+            for prompt, generation in zip(starts, generations, strict=True):
+                assert num_cached(generation) >= (len(prompt) - 1) // 4 * 4
+            for prompt, text in zip(shared, others, strict=True):
+                [last] = llm.generate([prompt], params)
+                assert last.choices[0].token_ids == text
+            assert num_cached(last) == len(beginning) // 4 * 4
 
 
 def test_a_slot_begins_without_the_states_of_the_request_before(
@@ -63,4 +92,14 @@ def test_a_slot_begins_without_the_states_of_the_request_before(
 
 
 def greedy(llm: LLM) -> list[list[int]]:
-    return [generation.choices[0].token_ids for generation in llm.generate(PROMPTS, GREEDY)]
+    return together(llm, PROMPTS, GREEDY)
+
+
+def together(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
+    return [generation.choices[0].token_ids for generation in llm.generate(prompts, params)]
+
+
+def num_cached(generation: Generation) -> int:
+    usage = generation.choices[0].usage
+    assert usage is not None
+    return usage.num_cached_tokens

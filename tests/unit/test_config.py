@@ -59,6 +59,7 @@ def test_unknown_keys_and_values_out_of_bounds_are_refused(options: dict[str, ob
     [
         ({"chunked_prefill_size": 4096, "max_prefill_tokens": 2048}, ["4096", "2048", "raise max_prefill_tokens"]),
         ({"max_total_tokens": 16, "page_size": 16}, ["max_total_tokens=16", "page_size=16", ">= 17"]),
+        ({"max_mamba_cache_size": 47}, ["max_mamba_cache_size=47", "max_running_requests=48"]),
         ({"deterministic": True, "quantization": "fp8"}, ["deterministic=true", "fp8", "set quantization: null"]),
         ({"speculative": {"num_draft_tokens": 4}}, ["num_draft_tokens=4", "algorithm", "NGRAM"]),
     ],

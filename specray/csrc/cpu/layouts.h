@@ -68,7 +68,7 @@ inline std::string layouts() {
   LAYOUT(Committed, count, slots, starts, ends, hidden_states, type);
   LAYOUT(StepRows, count, width, slots, starts, counts, tokens, parents, num_nodes);
   LAYOUT(PendingTrees, tokens, parents, num_nodes, scores, width);
-  LAYOUT(StateRows, count, total, slots, lens, num_known, is_fresh, parents);
+  LAYOUT(StateRows, count, total, slots, lens, num_known, is_fresh, parents, copies);
   LAYOUT(Convolution, size, width, has_silu, type, weights, bias, pool);
   LAYOUT(DeltaNet, num_k_heads, num_v_heads, k_dim, v_dim, type, beta_scale, eps, rates, dt_bias, norm, pool);
   return text;

@@ -18,6 +18,7 @@ struct StateRows {
   const int64_t *slots, *lens;  // [R]
   const int64_t *num_known, *is_fresh;
   const int64_t* parents;  // [T]
+  const int64_t* copies;   // [T]
 
   // The first row of each request, and T behind them.
   std::vector<int64_t> firsts() const {
@@ -72,11 +73,14 @@ class ConvolutionStep {
       write_values(sums.data(), size, y_, conv_.type, row * size);
     });
     member.share(int(rows_.count), [&](int64_t r) {
-      const int64_t known = rows_.num_known[r];
-      if (!known) return;
-      read_inputs(r, firsts_[r] + known - 1, width - 1, inputs.data());
-      const int64_t values = int64_t(width - 1) * size;
-      write_values(inputs.data(), int(values), conv_.pool, conv_.type, rows_.slots[r] * values);
+      const int64_t values = int64_t(width - 1) * size, end = firsts_[r] + rows_.num_known[r];
+      const auto keep = [&](int64_t row, int64_t slot) {
+        read_inputs(r, row, width - 1, inputs.data());
+        write_values(inputs.data(), int(values), conv_.pool, conv_.type, slot * values);
+      };
+      for (int64_t row = firsts_[r]; row < end; ++row)
+        if (rows_.copies[row] >= 0) keep(row, rows_.copies[row]);
+      if (rows_.num_known[r]) keep(end - 1, rows_.slots[r]);  // last, because the others read it
     });
   }
 
@@ -207,6 +211,8 @@ class DeltaStep {
       const float* v = vectors_.data() + row * channels_ + 2 * net_.num_k_heads * k_dim + head * v_dim;
       const int64_t place = row * heads + head;
       delta_step(from, to, k_dim, v_dim, q, k, v, decay_[place], beta_[place], seen);
+      if (i < known && rows_.copies[row] >= 0)
+        std::copy(state, state + size, net_.pool + (rows_.copies[row] * heads + head) * size);
       finish(seen, seen + v_dim, place * v_dim);
     }
   }

@@ -58,5 +58,5 @@ def gated_delta(
 
 
 def _rows(rows: StateRows) -> StateRowsStruct:
-    tensors = (rows.slots, rows.lens, rows.num_known, rows.is_fresh, rows.parents)
+    tensors = (rows.slots, rows.lens, rows.num_known, rows.is_fresh, rows.parents, rows.copies)
     return StateRowsStruct(rows.lens.shape[0], rows.total, *map(pointer, tensors))

@@ -313,6 +313,7 @@ class StateRowsStruct(ctypes.Structure):
         ("num_known", c_void_p),
         ("is_fresh", c_void_p),
         ("parents", c_void_p),
+        ("copies", c_void_p),
     )
 
 

@@ -63,6 +63,10 @@ def check_block_accounting(engine: Engine) -> None:
     held = [block for running in scheduler.running for block in running.private_blocks()]
     assert len(set(held)) == len(held)
     assert scheduler.pool.num_free + scheduler.cache.num_cached + len(held) == scheduler.pool.num_usable
+    states = scheduler.states
+    reserved = [row for each in scheduler.running for planned in each.in_flight for _, row in planned.state_copies]
+    assert len(set(reserved)) == len(reserved)
+    assert states.num_free + states.num_stored + len(reserved) == (states.num_rows or 0)
 
 
 @dataclass
@@ -104,10 +108,19 @@ class FakeExecutor:
         context_length: int = 48,
         reads_next_token: bool = False,
         max_plans: int = 1,
+        num_stored_states: int | None = None,
     ) -> None:
         self.capacity = Capacity(
-            num_blocks, max_draft_tokens, context_length, VOCAB_SIZE, [EOS], reads_next_token, max_plans=max_plans
+            num_blocks,
+            max_draft_tokens,
+            context_length,
+            VOCAB_SIZE,
+            [EOS],
+            reads_next_token,
+            num_stored_states=num_stored_states,
+            max_plans=max_plans,
         )
+        self.stored_states: dict[int, tuple[str, list[int]]] = {}  # by row: of which tenant's text
         self.rows: dict[int, RequestState] = {}
         self.max_lengths: dict[int, int] = {}
         self.broken: set[int] = set()
@@ -133,7 +146,10 @@ class FakeExecutor:
             self._extend(step)
         for step in plan.rows:
             self._check_writes(step)
+        starts = [self.rows[step.slot].num_computed for step in plan.rows]
         results = [self._run(step) for step in plan.rows]
+        for step, start in zip(plan.rows, starts, strict=True):
+            self._store_states(step, start)
         self._results.append(StepResult(plan.step_id, results, StepTimes(0.0, 0.0, 0.0, 0.0)))
 
     def collect(self) -> StepResult:
@@ -152,6 +168,8 @@ class FakeExecutor:
             new.sampling.seed, new.cache_salt, list(new.token_ids), new.num_computed_tokens, list(new.block_ids)
         )
         check_block_ids(row.blocks, self.capacity.num_blocks)
+        if self.capacity.num_stored_states is not None and row.num_computed:
+            assert self.stored_states[new.stored_state] == (row.salt, row.tokens[: row.num_computed])
         self.rows[new.slot] = row
         self.counts.entries[row.seed] += 1
         self.counts.cached.setdefault(row.seed, new.num_computed_tokens)
@@ -212,6 +230,13 @@ class FakeExecutor:
         row.num_computed += num_accepted
         self._count(row.seed, num_drafts, num_output - 1)
         return RequestResult(step.slot, emitted, num_drafts, None, None)
+
+    def _store_states(self, step: ScheduledRequest, start: int) -> None:
+        row, first = self.rows[step.slot], self._config.max_running_requests
+        for place, stored in step.state_copies:
+            assert first <= stored < first + (self.capacity.num_stored_states or 0)
+            if start < place <= row.num_computed:
+                self.stored_states[stored] = row.salt, row.tokens[:place]
 
     def _num_kept(self, row: RequestState, emitted: Sequence[int]) -> int:
         """Of the tokens that follow the row's, those up to the end of its output."""

@@ -63,15 +63,24 @@ class EngineMachine(RuleBasedStateMachine):
         drafts=st.integers(0, 6),
         spare=st.integers(0, 12),
         bigrams=st.booleans(),
+        stored_states=st.sampled_from([None, None, 0, 1, 3, 20]),
     )
     def start(
-        self, config: EngineConfig, accepts: list[tuple[int, int]], drafts: int, spare: int, bigrams: bool
+        self,
+        config: EngineConfig,
+        accepts: list[tuple[int, int]],
+        drafts: int,
+        spare: int,
+        bigrams: bool,
+        stored_states: int | None,
     ) -> None:
         num_blocks = (
             -(-CONTEXT // config.page_size) + 1 + spare
         )  # the longest request just fits, so preemption is likely
-        self.executor = FakeExecutor(config, num_blocks, drafts, accepts, CONTEXT, bigrams, self.max_plans)
+        options = (num_blocks, drafts, accepts, CONTEXT, bigrams, self.max_plans, stored_states)
+        self.executor = FakeExecutor(config, *options)
         self.engine = Engine(config, self.executor, TOKENIZER)
+        self.engine.scheduler.states._interval = 2 * config.page_size  # many states in these short texts
         self.added: list[EngineRequest] = []
         self.alive: set[int] = set()
         self.aborted: set[int] = set()

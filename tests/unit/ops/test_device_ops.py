@@ -141,15 +141,17 @@ def state_rows(random: Random) -> StateRows:
     trees = [[-1], [-1], [-1], [-1, 0, 1, 2], [-1, 0, 0, 1, 1, 2, 5]]
     known = [random.count(1, 9), random.count(1, 9), 1, 1, random.count(1, 3)]
     lens = [count + len(tree) - 1 for count, tree in zip(known, trees, strict=True)]
-    slots = torch.randperm(8, generator=random.generator)[:5].tolist()
-    return StateRows.of(slots, lens, known, [True, False, False, True, False], trees)
+    slots, others = torch.randperm(10, generator=random.generator).split(5)
+    places = [random.count(0, 9) for _ in trees]  # some of them behind no known row
+    copies = [{place: slot} for place, slot in zip(places, others.tolist(), strict=True)]
+    return StateRows.of(slots.tolist(), lens, known, [True, False, False, True, False], trees, copies)
 
 
 def convolve(ops: TorchOps, random: Random) -> tuple[Tensor, Tensor]:
     rows, width, size = state_rows(random), random.count(2, 5), 21
     bias = random.normal(size) if random.count(0, 1) else None
     conv = Convolution(random.normal(width, size), bias, has_silu=bool(random.count(0, 1)))
-    pool = random.normal(8, width - 1, size)
+    pool = random.normal(10, width - 1, size)
     return ops.convolve(conv, random.normal(rows.total, size), pool, rows), pool
 
 
@@ -158,7 +160,7 @@ def gated_delta(ops: TorchOps, random: Random) -> tuple[Tensor, Tensor]:
     v_dim = [3, 8, 45][random.count(0, 2)]
     rates, bias = -random.normal(values).exp(), random.normal(values)
     net = DeltaNet(keys, values, k_dim, v_dim, rates, bias, random.normal(v_dim), 1e-5, 1.5)
-    pool = random.normal(8, values, k_dim, v_dim)
+    pool = random.normal(10, values, k_dim, v_dim)
     a, b = random.normal(2, rows.total, values)
     qkv, z = random.normal(rows.total, net.num_channels), random.normal(rows.total, values * v_dim)
     return ops.gated_delta(net, qkv, a, b, z, pool, rows), pool

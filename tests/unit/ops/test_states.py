@@ -11,7 +11,7 @@ from specray.ops.states import StatePass, StateRows, StateShape
 from specray.ops.states_torch import Convolution, DeltaNet
 from specray.ops.torch_ops import TorchOps
 
-HEADS, K_DIM, V_DIM, WIDTH, LENGTH, SLOTS = 4, 8, 21, 4, 9, 4
+HEADS, K_DIM, V_DIM, WIDTH, LENGTH, SLOTS = 4, 8, 21, 4, 9, 8
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 # The path 1, 2, 5 of a tree of six drafts; the others are wrong.
 TREE, PATH = [-1, 0, 1, 0, 1, 2, 3], [1, 2, 5]
@@ -83,12 +83,15 @@ def test_chunks_and_batches_give_the_bits_of_decoding(ops: TorchOps, kind: type[
     found: tuple[list[Tensor], list[Tensor]] = ([], [])
     for start, end in ((0, 2), (2, 3), (3, 9)):
         joined = [torch.cat((a[start:end], b[start:end])) for a, b in zip(first, second, strict=True)]
-        rows = StateRows.of([1, 3], [end - start] * 2, [end - start] * 2, [start == 0] * 2)
+        copies = [{end - start - 1: 4}, {1: 6}] if start == 3 else None
+        rows = StateRows.of([1, 3], [end - start] * 2, [end - start] * 2, [start == 0] * 2, copies=copies)
         parts = operation(joined, pool, rows).chunk(2)
         found[0].append(parts[0])
         found[1].append(parts[1])
     assert torch.equal(torch.cat(found[0]), expected[0])
     assert torch.equal(torch.cat(found[1]), expected[1])
+    decoded(operation, [part[: LENGTH - 1] for part in first], alone, 4)
+    decoded(operation, [part[:4] for part in second], alone, 6)
     assert torch.equal(pool, alone)
 
 
@@ -113,7 +116,10 @@ def test_a_step_leaves_the_state_behind_the_accepted_drafts(
         part[[0, *PATH]] = right[5:9]
     chain = [part[3:6] for part in wrong]
     step = [torch.cat(parts) for parts in zip(nodes, chain, strict=True)]
-    states = StatePass([pool], StateRows.of([1, 2], [7, 3], [1, 1], [False] * 2, [TREE, [-1, 0, 1]]))
+    # Behind the root, behind the first accepted draft if there is one, and behind more than there are.
+    copies: list[dict[int, int]] = [{1: 4, 2: 5, 9: 6}, {2: 7}]
+    rows = StateRows.of([1, 2], [7, 3], [1, 1], [False] * 2, [TREE, [-1, 0, 1]], copies)
+    states = StatePass([pool], rows, copies)
     assert not states.is_complete
     found = states.run(operation, *step)
     assert states.is_complete
@@ -122,5 +128,8 @@ def test_a_step_leaves_the_state_behind_the_accepted_drafts(
     after = pool_of(operation, dtype)
     decoded(operation, [part[: 6 + accepted] for part in text], after, 1)
     decoded(operation, [part[:4] for part in wrong], after, 2)
+    decoded(operation, [part[:6] for part in text], after, 4)
+    if accepted:
+        decoded(operation, [part[:7] for part in text], after, 5)
     assert torch.equal(pool, after)
     assert not torch.equal(pool[2], other)

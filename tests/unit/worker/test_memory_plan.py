@@ -5,7 +5,7 @@ import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,8 +18,9 @@ from specray.config import EngineConfig, SpeculativeConfig
 from specray.layers.parallel import RankGroup
 from specray.models.registry import load_config, shape_of
 from specray.models.transformers_skeleton import build_skeleton
+from specray.worker import memory_plan
 from specray.worker.buckets import MAX_TOKENS, Bucket, buckets, node_buckets, row_buckets
-from specray.worker.memory_plan import CONTEXT_BYTES, Demand, demand_of, pool_bytes
+from specray.worker.memory_plan import CONTEXT_BYTES, Demand, count_stored_states, demand_of, pool_bytes
 from specray.worker.remote_drafter.handshake import DraftPlacement
 from tests.support.decoders import SERVED, decoder_config, write_decoder
 from tests.support.gpt_oss import write_gpt_oss
@@ -193,6 +194,23 @@ def test_the_states_that_a_step_computes_are_counted_on_a_gpu(tmp_path: Path) ->
         speculative = SpeculativeConfig.model_validate(options)
         plain, seen = (demand(tmp_path, speculative=speculative, has_states=has) for has in (False, True))
         assert seen.dynamic - plain.dynamic == 5 * rows * level * largest
+
+
+def test_stored_states_take_a_bounded_part_of_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_published("qwen3_5", tmp_path)
+    shape, states = shape_of(load_config(tmp_path), RankGroup()), Demand(1, states=GIB)
+
+    def count(memory: int, **options: Any) -> int:
+        monkeypatch.setattr(memory_plan, "_memory", lambda _: (memory, 0))
+        config = EngineConfig(mem_fraction_static=0.5, **options)
+        return count_stored_states(config, shape, states, CPU)
+
+    assert count(100 * GIB) == 2 * EngineConfig().max_running_requests
+    assert count(2 * (GIB + 40 * shape.state_bytes)) == 10, "a quarter of what running requests' states leave"
+    assert count(GIB) == 0
+    assert count(GIB, max_total_tokens=4096) == 2 * EngineConfig().max_running_requests
+    assert count(GIB, max_mamba_cache_size=50) == 2
+    assert count(100 * GIB, disable_radix_cache=True) == 0
 
 
 @given(st.integers(1, 300), st.integers(1, 128))
