@@ -16,7 +16,7 @@ from specray.ops.gpu.few_rows import GpuMatrix
 from specray.ops.gpu.matrix import FixedOrderMatrix
 from specray.ops.noise import gumbel, noise_keys
 from specray.ops.sampling_state import SamplingBatch, SamplingState
-from specray.ops.shard_sampling import Choices
+from specray.ops.step_tensors import Choices
 from specray.spec_decode.verify_batch import VerifyOutput
 from specray.step import SamplingOptions
 

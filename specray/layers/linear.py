@@ -62,6 +62,19 @@ class RowParallelLinear(Layer):
         return self(x).add_(residual) if self._run_added is None else self._run_added(x, residual)
 
 
+class SplitInputLinear(RowParallelLinear):
+    """y = x W^T + b, from an x that is whole on every rank, and this rank's columns `part` of W [out, in]."""
+
+    def __init__(
+        self, weight: Weight, group: RankGroup, part: slice, bias: Tensor | None = None, quantization: str | None = None
+    ) -> None:
+        super().__init__(weight, group, bias, quantization)
+        self._part = part
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x[..., self._part].contiguous())
+
+
 class VocabEmbedding(Layer):
     """Token embeddings; `weight` is this rank's rows, [ceil(vocab / ranks), hidden], zero past the vocabulary."""
 
@@ -98,7 +111,7 @@ class VocabHead(Layer):
         super().__init__()
         self.run = make_linear(weight, bias, quantization)
         self.screen = self.run.screen_of(weight) if is_screened and isinstance(self.run, PackedMatrix) else None
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self.group = group
         self._num_rows = weight.shape[0]
         self.first_id = group.rank * self._num_rows
@@ -119,8 +132,8 @@ class VocabHead(Layer):
         return logits[:, : self.num_columns].to(torch.float32)
 
     def gathered(self, shard: Tensor) -> Tensor:
-        """All columns, on all ranks, from each rank's [n, num_columns]."""
+        """All columns, on all ranks, from each rank's [n, num_columns] or fewer."""
         if self.group.size == 1:
             return shard
-        padded = F.pad(shard, (0, self._num_rows - self.num_columns))
-        return self.group.gather(padded)[:, : self._vocab_size]
+        padded = F.pad(shard, (0, self._num_rows - shard.shape[1]))
+        return self.group.gather(padded)[:, : self.vocab_size]

@@ -48,6 +48,11 @@ class RankGroup:
         start = self.rank * base + min(self.rank, rest)
         return slice(start * unit, (start + base + (self.rank < rest)) * unit)
 
+    def even_share(self, total: int) -> slice:
+        """This rank's rows of `total` in parts of ceil(total / ranks); the last ranks may have fewer, or none."""
+        size = -(-total // self.size)
+        return slice(min(self.rank * size, total), min((self.rank + 1) * size, total))
+
     def sum(self, partial: Tensor) -> Tensor:
         """Add every rank's tensor, in place; bitwise the same on all ranks."""
         if self._sums_by_rank:

@@ -1,12 +1,16 @@
 """Sizes of a Llama-like checkpoint, and which biases and norms its architecture has."""
 
+import logging
 from dataclasses import dataclass
+from pathlib import Path
 
 from transformers import PretrainedConfig
 
 from specray.errors import ConfigError
 from specray.layers.parallel import RankGroup
 from specray.models.target_model import ModelShape
+
+logger = logging.getLogger(__name__)
 
 _QKV_BIAS = ("Qwen2ForCausalLM", "MiMoForCausalLM")  # q, k and v have a bias, whatever attention_bias says
 _QK_NORM = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
@@ -59,6 +63,19 @@ def heads_of_rank(num_heads: int, num_kv_heads: int, group: RankGroup) -> tuple[
         return group.share(num_kv_heads, heads_per_group), group.share(num_kv_heads)
     head = group.rank * num_kv_heads // group.size
     return group.share(num_heads), slice(head, head + 1)
+
+
+def ranks_of_layers(num_heads: int, num_kv_heads: int, group: RankGroup, folder: Path) -> RankGroup:
+    """The ranks that share the layers of the draft head in `folder`: `group`, or a rank alone if they cannot.
+
+    Each rank then has them whole.
+    """
+    try:
+        check_heads(num_heads, num_kv_heads, group.size)
+    except ConfigError as error:
+        logger.warning("%s is whole on every rank: %s", folder, error)
+        return RankGroup()
+    return group
 
 
 def check_heads(num_heads: int, num_kv_heads: int, tp_size: int) -> None:

@@ -90,11 +90,7 @@ class Loader:
 
     def vocab(self, name: str, shape: tuple[int, int]) -> Tensor:
         """This rank's ceil(vocab / ranks) rows of an embedding or output matrix, zeros past its end."""
-        size = -(-shape[0] // self.group.size)
-        start = min(self.group.rank * size, shape[0])
-        rows = self.tensor(name, shape, slice(start, min(start + size, shape[0])))
-        missing = size - len(rows)
-        return torch.cat((rows, rows.new_zeros(missing, shape[1]))) if missing else rows.contiguous()
+        return padded_share(self.tensor(name, shape, self.group.even_share(shape[0])), shape[0], self.group)
 
     def vocab_weight(self, name: str, shape: tuple[int, int]) -> Weight:
         """`vocab` as a matrix for a linear layer (see `weight`)."""
@@ -148,6 +144,17 @@ class Loader:
     def close(self) -> None:
         self._bar.close()
         self._reader.close()
+
+
+def padded_share(rows: Tensor, total: int, group: RankGroup) -> Tensor:
+    """A rank's `rows` [n, width], its even share of `total`, with zeros behind them where other ranks have more."""
+    missing = -(-total // group.size) - len(rows)
+    return torch.cat((rows, rows.new_zeros(missing, rows.shape[1]))) if missing else rows.contiguous()
+
+
+def vocab_share(matrix: Tensor, group: RankGroup) -> Tensor:
+    """`Loader.vocab` of a matrix [vocab, width] that is there already."""
+    return padded_share(matrix[group.even_share(len(matrix))], len(matrix), group)
 
 
 def _span(part: slice, length: int) -> tuple[int, int]:

@@ -5,22 +5,14 @@ best of all is the token that `specray.ops.sampling` chooses from all columns. F
 supported here.
 """
 
-from typing import NamedTuple
-
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from specray.ops.torch_ops import TorchOps
+from specray.ops.step_tensors import Choices
+from specray.ops.torch_ops import TorchOps, ordered
 
 _NONE = -(2**31)  # the score of no token
-
-
-class Choices(NamedTuple):
-    """Tokens of n rows."""
-
-    tokens: Tensor  # int64
-    is_finite: Tensor  # int8: whether the token's logit is finite
-    scores: Tensor  # int32, in the order of the tokens' scores; NaN is the largest
 
 
 def choose_in_shard(
@@ -37,7 +29,7 @@ def choose_in_shard(
         scores = ops.with_noise(logits[:, None], temperature, keys, ids)[:, 0]
     best = ops.argmax(scores)[:, None]
     is_finite = logits.gather(1, best)[:, 0].isfinite().to(torch.int8)
-    return Choices(best[:, 0] + first_id, is_finite, _ordered(scores.gather(1, best)[:, 0]))
+    return Choices(best[:, 0] + first_id, is_finite, ordered(scores.gather(1, best)[:, 0]))
 
 
 def none_of(count: int, device: torch.device) -> Choices:
@@ -58,8 +50,22 @@ def packed(choices: Choices) -> Tensor:
     return torch.stack((choices.scores.long(), choices.tokens, choices.is_finite.long()), 1)
 
 
-def _ordered(values: Tensor) -> Tensor:
-    """int32 in the order of float32 `values`; NaN is the largest, and both zeros are equal."""
-    bits = (values + 0.0).view(torch.int32)
-    bits = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    return bits.masked_fill(values.isnan(), 0x7FFFFFFF)
+def top_in_shard(logits: Tensor, count: int, first_column: int) -> Tensor:
+    """What other ranks must know of logits [..., columns], whose first column is `first_column` of all.
+
+    float32 [..., 2 * count + 1]: the `count` highest, best first, their columns, and the logarithm of the sum of all
+    exponentials. Columns are below 2 ** 24, so that float32 has them.
+    """
+    best = logits.topk(min(count, logits.shape[-1]))
+    missing = (0, count - best.values.shape[-1])
+    values, columns = F.pad(best.values, missing, value=-torch.inf), F.pad(best.indices + first_column, missing)
+    return torch.cat((values, columns.to(values.dtype), logits.logsumexp(-1, keepdim=True)), -1)
+
+
+def top_of_shards(tops: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """(probabilities, columns int64) [..., count], best first, of several ranks' `top_in_shard` [..., ranks, m]."""
+    values, columns, total = tops.split_with_sizes((count, count, 1), -1)
+    best = values.flatten(-2).sort(dim=-1, descending=True, stable=True)
+    places = best.indices[..., :count]
+    probs = (best.values[..., :count] - total.flatten(-2).logsumexp(-1, keepdim=True)).exp()
+    return probs, columns.flatten(-2).gather(-1, places).to(torch.int64)

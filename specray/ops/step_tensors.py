@@ -9,6 +9,14 @@ import torch
 from torch import Tensor
 
 
+class Choices(NamedTuple):
+    """Tokens of n rows."""
+
+    tokens: Tensor  # int64
+    is_finite: Tensor  # int8: whether the token's logit is finite
+    scores: Tensor  # int32, in the order of the tokens' scores; NaN is the largest
+
+
 class TreeTensors(NamedTuple):
     """The tensors of DraftTree, of B trees or by slot."""
 

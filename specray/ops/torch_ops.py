@@ -18,7 +18,7 @@ from specray.ops.noise import gumbel, noise_keys
 from specray.ops.sampling_state import GREEDY_BELOW, SamplingBatch
 from specray.ops.states import StateRows
 from specray.ops.states_torch import Convolution, DeltaNet
-from specray.ops.step_tensors import nodes_of, num_kept
+from specray.ops.step_tensors import Choices, nodes_of, num_kept
 from specray.ops.torch_matrix import Linear, TorchMatrix
 
 _BLOCK = 512  # logits per block of `argmax`; a vocabulary without a usable divisor takes torch's
@@ -238,8 +238,8 @@ class TorchOps:
         temperature: Tensor | None,
         keys: Tensor | None,
         ids: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """(the most likely token of each row int64 [n], whether its logit is finite), with noise unless keys are None.
+    ) -> Choices:
+        """The most likely token of each row, with noise unless keys are None.
 
         `temperature`, `keys` and `ids` are those of `with_noise`. `places` are the numbers of the rows and ones, each
         int64 [n], kept by the caller so that a CUDA graph need not make them.
@@ -248,7 +248,7 @@ class TorchOps:
             assert temperature is not None
             logits = self.with_noise(logits[:, None], temperature, keys, ids)[:, 0]
         logit, column = logits.max(-1)
-        return column if ids is None else ids[column], logit.isfinite()
+        return Choices(column if ids is None else ids[column], logit.isfinite().to(torch.int8), ordered(logit))
 
     # Training
 
@@ -303,3 +303,10 @@ def _compare_chunk_(logits: Tensor, wanted: Tensor, best: Tensor, total_variatio
         drafted.sub_(lacking, alpha=total_variation)
     logits.copy_(drafted.sub_(wanted, alpha=1 - total_variation))
     return losses, agrees
+
+
+def ordered(values: Tensor) -> Tensor:
+    """int32 in the order of float32 `values`; NaN is the largest, and both zeros are equal."""
+    bits = (values + 0.0).view(torch.int32)
+    bits = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return bits.masked_fill(values.isnan(), 0x7FFFFFFF)

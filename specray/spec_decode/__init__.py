@@ -25,6 +25,7 @@ class Method(NamedTuple):
     options: frozenset[str]
     check: Callable[[SpeculativeConfig], None] = lambda config: None  # noqa: ARG005  # checks that need no model
     check_files: Callable[[SpeculativeConfig, "TargetFiles"], None] = lambda config, target: None  # noqa: ARG005
+    drafts_on_every_rank: bool = True  # with equal trees; if not, on rank 0, which sends its trees to the others
 
 
 _ALL = frozenset(
@@ -139,7 +140,9 @@ DRAFTERS: dict[str, Method] = {
     "NGRAM": Method(_ngram, NGRAM_OPTIONS | {"num_draft_tokens"}, check_ngram),
 }
 
-_CUSTOM = Method(_custom, frozenset(SpeculativeConfig.model_fields) - _ALL, check_custom)  # it may read any option
+_CUSTOM = Method(
+    _custom, frozenset(SpeculativeConfig.model_fields) - _ALL, check_custom, drafts_on_every_rank=False
+)  # it may read any option
 
 
 def method_of(algorithm: str) -> Method:
@@ -152,6 +155,11 @@ def method_of(algorithm: str) -> Method:
             "of a drafter (package.module:Class), or null for plain decoding"
         )
     return DRAFTERS[algorithm]
+
+
+def drafts_on_every_rank(config: SpeculativeConfig) -> bool:
+    """Whether each rank of a tensor-parallel group drafts, and all have equal trees."""
+    return all(method_of(member.algorithm or "").drafts_on_every_rank for member in config.members.values())
 
 
 def check_speculative(config: SpeculativeConfig) -> None:

@@ -10,6 +10,7 @@ cached prefix from before the drafter was started, and steps that it missed. Lon
 that they do not delay a step. A request that reaches the end of the draft model's context continues without drafts.
 """
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -50,6 +51,8 @@ from specray.spec_decode.tree_edits import replace_trees
 from specray.spec_decode.tree_growth import TreeGrower
 from specray.spec_decode.tree_shape import TreeShape, configured_shape
 
+logger = logging.getLogger(__name__)
+
 CATCH_UP_TOKENS = 512  # most tokens to compute in a step beyond those it added
 
 
@@ -60,7 +63,7 @@ def make_standalone(config: SpeculativeConfig, target: TargetView) -> "Standalon
 
 
 class StandaloneDrafter:
-    """Drafter over a language model, not sharded."""
+    """Drafter over a language model."""
 
     aux_hidden_state_layers: tuple[int, ...] = ()
     reads_next_token = False
@@ -204,8 +207,8 @@ class DraftModel:
         self.num_heads = model.shape.num_local_heads
         self.vocab_size = num_tokens if ids is None else len(ids)
         self.draft_token_ids = ids
+        self.vocab_head = head
         self._model = model
-        self._head = head
         self._dtype = dtype
         self.reason_without_graphs = reason_without_graphs(model)
         self.network: TreeNetwork | None = None
@@ -232,10 +235,7 @@ class DraftModel:
         return output
 
     def logits(self, output: Tensor) -> Tensor:
-        return self._head(output)[:, : self.vocab_size]
-
-    def target_ids(self, draft_ids: Tensor) -> Tensor:
-        return draft_ids if self.draft_token_ids is None else self.draft_token_ids[draft_ids]
+        return self.vocab_head.shard(output)[:, : max(0, self.vocab_size - self.vocab_head.first_id)]
 
 
 def load_draft_model(config: SpeculativeConfig, target: TargetView) -> DraftModel:
@@ -251,15 +251,34 @@ def load_draft_model(config: SpeculativeConfig, target: TargetView) -> DraftMode
         quantization=quantization,
         moe_runner_backend=target.moe_runner_backend,
     )
-    model = load_model(folder, options, RankGroup(), target.device, progress=False)
+    model, group = _load(folder, options, target)
     if target.model is not None and isinstance(model, CausalLM):
         _share_matrices(model, target.model)
     ids = configured_token_map(config, target)
     ids = None if ids is None else ids[ids < num_tokens].to(target.device)
     matrices = TargetMatrices(
-        model.shape, model.max_positions, folder, config.draft_load_format, dtype, target.device, model, quantization
+        model.shape,
+        model.max_positions,
+        folder,
+        config.draft_load_format,
+        dtype,
+        target.device,
+        model,
+        quantization,
+        group=group,
     )
     return DraftModel(model, matrices.head(ids), num_tokens, ids, dtype)
+
+
+def _load(folder: Path, options: EngineConfig, target: TargetView) -> tuple[TargetModel, RankGroup]:
+    """The model, and the ranks that share it: those that draft together, or a rank alone where they cannot."""
+    if target.group.size > 1:
+        try:
+            return load_model(folder, options, target.group, target.device, progress=False), target.group
+        except ConfigError as error:  # what else is wrong is an error for one rank, too
+            logger.warning("the draft model in %s is whole on every rank: %s", folder, error)
+    alone = RankGroup()
+    return load_model(folder, options, alone, target.device, progress=False), alone
 
 
 def check_draft_model_files(config: SpeculativeConfig, target: TargetFiles) -> None:

@@ -94,4 +94,5 @@ def target_matrices(config: SpeculativeConfig, target: TargetView) -> TargetMatr
         target.model,
         draft_quantization(config, target),
         target.moe_runner_backend,
+        target.group,
     )

@@ -7,13 +7,14 @@ SpeculativeConfig, target: TargetView). Wrong, late or missing drafts cost speed
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from specray.layers.parallel import RankGroup
 from specray.models.target_model import ModelShape, TargetModel
 from specray.spec_decode.draft_rows import DraftRows
 from specray.spec_decode.draft_tree import DraftTree
@@ -41,6 +42,7 @@ class TargetView:
     device: torch.device
     quantization: str | None = None  # quantization of its linear layers
     moe_runner_backend: str = "auto"  # the drafter's
+    group: RankGroup = field(default_factory=RankGroup)  # ranks that draft together, each with a part of the model
 
 
 @dataclass(frozen=True, slots=True)

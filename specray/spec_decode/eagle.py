@@ -36,7 +36,7 @@ def make_eagle2(config: SpeculativeConfig, target: TargetView) -> "EagleDrafter"
 
 
 class EagleDrafter:
-    """Drafter over an EAGLE-2 or EAGLE-3 head, not sharded."""
+    """Drafter over an EAGLE-2 or EAGLE-3 head."""
 
     reads_next_token = True
 

@@ -90,7 +90,7 @@ def stack_shape(config: SpeculativeConfig, architecture: str, num_layers: int) -
 
 
 class StackDrafter:
-    """Drafter over several MTP layers, not sharded."""
+    """Drafter over several MTP layers."""
 
     reads_next_token = True
 

@@ -17,12 +17,13 @@ from specray.models.heads.loading import load_eagle3_head
 from specray.spec_decode.draft_rows import DraftKV, DraftRows, Reads, ScheduledRows
 from specray.spec_decode.draft_setup import attention_without_graphs, head_attention, scratch_slots, target_matrices
 from specray.spec_decode.draft_tree import DraftTree
+from specray.spec_decode.draft_vocabulary import DraftVocabulary
 from specray.spec_decode.drafter import TargetView
 from specray.spec_decode.eagle_tree import CandidatePool
 from specray.spec_decode.fused_growth import FusedDrafts
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 from specray.spec_decode.request_table import RequestTable
-from specray.spec_decode.tree_growth import candidates, with_draft_probs
+from specray.spec_decode.tree_growth import with_draft_probs
 from specray.spec_decode.tree_noise import TreeNoise
 from specray.spec_decode.tree_shape import TreeShape, check_width, configured_shape
 from specray.spec_decode.written_slots import WrittenSlots
@@ -34,7 +35,7 @@ def make_parallel(config: SpeculativeConfig, target: TargetView) -> "ParallelDra
 
 
 class ParallelDrafter:
-    """Drafter over a P-EAGLE head, not sharded."""
+    """Drafter over a P-EAGLE head."""
 
     reads_next_token = True
 
@@ -47,6 +48,8 @@ class ParallelDrafter:
         padding_slot = target.num_slots + masks.numel()
         attention, last_position = head_attention(head, padding_slot + 1, target), target.context_length - 1
         self._kv = DraftKV(attention, shape, last_position, padding_slot, None, extra=masks)
+        sizes = head.vocab_size, head.draft_token_ids, head.vocab_head
+        self._vocabulary = DraftVocabulary(*sizes, target.max_rows, target.device)
         self._fused = FusedDrafts(head.network, self._kv, masks)
         self.reason_without_graphs = attention_without_graphs(attention) or head.reason_without_graphs
         self._written = WrittenSlots(target.num_slots)
@@ -90,14 +93,14 @@ class ParallelDrafter:
 
     def _tree(self, roots: Tensor, shape: TreeShape, noise: TreeNoise | None, output: Tensor) -> DraftTree:
         """Trees below `roots` int64 [B] from the head's output [B, levels, H]."""
-        logits = self._head.logits(output.flatten(0, 1)).view(*output.shape[:2], -1)
+        logits = self._head.logits(output.flatten(0, 1))
+        logits = logits.view(*output.shape[:2], logits.shape[1])
         level_probs: list[Tensor] = []
         kept = level_probs if shape.returns_draft_probs else None
         pool, frontier, topk = None, None, shape.topk
         for level in range(shape.num_steps):
             of_level = logits[:, level : level + 1]
-            probs, ids = candidates(of_level, noise, level, self._head.draft_token_ids, kept, topk)
-            tokens = self._head.target_ids(ids)
+            probs, tokens = self._vocabulary.candidates(of_level, noise, level, kept, topk)
             if pool is None:
                 pool = CandidatePool.of_roots(probs[:, 0], tokens[:, 0])
                 frontier = torch.arange(topk, device=tokens.device).expand(len(tokens), topk)

@@ -8,8 +8,10 @@ filters by bisection over shards would take an exchange for every pass, and the 
 import torch
 
 from specray.layers.linear import VocabHead
+from specray.layers.parallel import RankGroup
 from specray.ops.sampling_state import SamplingState, TokenMask
-from specray.ops.shard_sampling import Choices, best_of, none_of, packed
+from specray.ops.shard_sampling import best_of, none_of, packed
+from specray.ops.step_tensors import Choices
 from specray.spec_decode.node_sampler import NodeSampler, coupled
 from specray.spec_decode.step_ops import step_ops
 from specray.spec_decode.verifier import needs_walk, verify
@@ -53,8 +55,13 @@ def verify_padded_shards(
         own = none_of(tree.tokens.numel(), logits.device)  # the last ranks may have no column
         if logits.shape[1]:
             own = ops.choose_padded(logits, tree, inputs.drawn, inputs.lengths, head.first_id)
-        verified = ops.accept(tree, _exchanged(own, head))
+        verified = ops.accept(tree, exchanged(own, head.group))
     return VerifyOutput(head.group.broadcast(verified.outcome))
+
+
+def exchanged(own: Choices, group: RankGroup) -> Choices:
+    """The best choices of all ranks, on all ranks."""
+    return best_of(group.gather(packed(own)).view(-1, group.size, 3))
 
 
 def _needs_all_logits(state: SamplingState) -> bool:
@@ -68,9 +75,4 @@ def _verify_at_once(inputs: VerifyInput, head: VocabHead) -> VerifyOutput:
         own = ops.choose(inputs, head.first_id)
     else:
         own = none_of(tree.tokens.numel(), inputs.logits.device)
-    return ops.accept(tree, _exchanged(own, head))
-
-
-def _exchanged(own: Choices, head: VocabHead) -> Choices:
-    """The best choices of all ranks."""
-    return best_of(head.group.gather(packed(own)).view(-1, head.group.size, 3))
+    return ops.accept(tree, exchanged(own, head.group))

@@ -10,8 +10,16 @@ from specray.ops.attention import PaddedBatch, pack_paths
 from specray.ops.device_ops import ops_on
 from specray.ops.noise import noise_keys
 from specray.ops.sampling_state import SamplingBatch
-from specray.ops.shard_sampling import Choices, choose_in_shard
-from specray.ops.step_tensors import RaggedIndex, RequestBuffer, TreesWanted, TreeTensors, num_emitted, tokens_of
+from specray.ops.shard_sampling import choose_in_shard
+from specray.ops.step_tensors import (
+    Choices,
+    RaggedIndex,
+    RequestBuffer,
+    TreesWanted,
+    TreeTensors,
+    num_emitted,
+    tokens_of,
+)
 from specray.spec_decode.draft_tree import NONE, ROOT, DraftTree
 from specray.spec_decode.node_sampler import NodeSampler, PaddedSampler
 from specray.spec_decode.verify_batch import PaddedVerifyInput, VerifyInput, VerifyOutput

@@ -11,11 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specray.layers.linear import VocabHead
 from specray.ops.attention import Attend
 from specray.ops.cpu.trees import TreeNetwork
-from specray.ops.device_ops import ops_on
 from specray.spec_decode.draft_rows import AttendLevel, DraftKV, DraftRows
 from specray.spec_decode.draft_tree import DraftTree
+from specray.spec_decode.draft_vocabulary import DraftVocabulary
 from specray.spec_decode.eagle_tree import CandidatePool
 from specray.spec_decode.fused_growth import FusedDrafts
 from specray.spec_decode.tree_noise import TreeNoise
@@ -25,9 +26,13 @@ from specray.spec_decode.tree_shape import TreeShape, check_width
 class TreeModel(Protocol):
     """The model that predicts tokens. A state is what a node receives from its parent, beside KV."""
 
-    vocab_size: int  # columns of `logits`
+    vocab_size: int  # columns of the logits, of which a tensor-parallel rank may have a part
     draft_token_ids: Tensor | None  # int64 [vocab_size]: target id of each column; None: the same id
     network: TreeNetwork | None  # the same model as a function that grows trees, where the kernels have one
+
+    @property
+    def vocab_head(self) -> VocabHead | None:
+        """What makes the logits; None: something else does, and on one rank."""
 
     def __call__(self, token_ids: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Output [T, H]; token_ids (of the target) and positions are int64 [T], states [T, H]."""
@@ -36,10 +41,7 @@ class TreeModel(Protocol):
         """The states to go with the tokens that are drafted from `output`."""
 
     def logits(self, output: Tensor) -> Tensor:
-        """float32 [n, vocab_size]"""
-
-    def target_ids(self, draft_ids: Tensor) -> Tensor:
-        """int64: the target's ids of draft ids of any shape."""
+        """float32 [n, columns], those of this rank."""
 
 
 class TreeGrower:
@@ -54,10 +56,9 @@ class TreeGrower:
         self._device = device
         assert kv.nodes is not None
         self.fused = FusedDrafts(model.network, kv, kv.nodes)
-        self._ops = ops_on(device)
+        sizes = model.vocab_size, model.draft_token_ids, model.vocab_head
+        self._vocabulary = DraftVocabulary(*sizes, len(kv.nodes), device)
         self._steps = torch.arange(kv.shape.num_steps, device=device) * (not stays_in_place)
-        self._row_numbers = torch.arange(len(kv.nodes), device=device)
-        self._ones = torch.ones_like(self._row_numbers)
         self._all_ancestors = torch.ones(1, 1, kv.shape.num_steps, dtype=torch.bool, device=device)  # in a chain
 
     def grow(self, rows: DraftRows, output: Tensor, positions: Tensor) -> DraftTree:
@@ -98,8 +99,9 @@ class TreeGrower:
             # A node past the last position has no rotary angle, but is never verified.
             at_level = (positions + self._steps[level - 1]).clamp(max=self._last_position).repeat_interleave(topk)
             output = self._model(tokens, states, at_level, attend_at(level, sees))
-            logits = self._model.logits(output).view(num_rows, topk, -1)
-            probs, children = self._candidates(logits, noise, level, level_probs, topk)
+            logits = self._model.logits(output)
+            of_level = logits.view(num_rows, topk, logits.shape[1])
+            probs, children = self._candidates(of_level, noise, level, level_probs, topk)
             pool.expand(frontier, pool.scores.gather(1, frontier)[:, :, None] * probs, children)
             if level + 1 < num_steps:
                 frontier = pool.best_of_last()
@@ -125,43 +127,17 @@ class TreeGrower:
             if level:
                 states = self._model.recur(output)
                 output = self._model(chain[-1], states, at_levels[level - 1], attend_at(level, sees[:, :, :level]))
-            token, is_finite = self._best(self._model.logits(output), noise, level)
+            token, is_finite = self._vocabulary.best(self._model.logits(output), noise, level)
             chain.append(token)
             are_finite.append(is_finite)
         tree = DraftTree.chains(torch.stack(chain, 1))
         return tree._replace(num_nodes=tree.num_nodes * torch.stack(are_finite, 1).all(-1))
 
-    def _best(self, logits: Tensor, noise: TreeNoise | None, level: int) -> tuple[Tensor, Tensor]:
-        """(the most likely token of each row of `logits` [B, V] as the target's id, whether its logit is finite)."""
-        places = self._row_numbers[: len(logits)], self._ones[: len(logits)]
-        temperature, keys = (None, None) if noise is None else (noise.temperature, noise.keys[level])
-        return self._ops.choose_drafts(logits, places, temperature, keys, self._model.draft_token_ids)
-
     def _candidates(
         self, logits: Tensor, noise: TreeNoise | None, level: int, level_probs: list[Tensor], topk: int
     ) -> tuple[Tensor, Tensor]:
         kept = level_probs if self._shape.returns_draft_probs else None
-        probs, ids = candidates(logits, noise, level, self._model.draft_token_ids, kept, topk)
-        return probs, self._model.target_ids(ids)
-
-
-def candidates(
-    logits: Tensor,
-    noise: TreeNoise | None,
-    level: int,
-    draft_token_ids: Tensor | None,
-    level_probs: list[Tensor] | None,
-    topk: int,
-) -> tuple[Tensor, Tensor]:
-    """(probabilities, draft ids) of the most likely tokens below a level's nodes, [B, nodes, topk], best first.
-
-    `logits` is [B, nodes, V]. The distribution that sampled children are drawn from is appended to `level_probs`.
-    """
-    if noise is not None:
-        if level_probs is not None:
-            level_probs.append(noise.probs(logits[:, 0], draft_token_ids))
-        logits = noise.added(logits, level, draft_token_ids)
-    return ops_on(logits.device).top_probs(logits, topk)
+        return self._vocabulary.candidates(logits, noise, level, kept, topk)
 
 
 def with_draft_probs(tree: DraftTree, level_probs: list[Tensor]) -> DraftTree:

@@ -8,8 +8,7 @@ from torch import Tensor
 from specray.ops.gpu import steps
 from specray.ops.gpu.sampling import Rows, choose, keys_of_nodes, walk_chosen
 from specray.ops.sampling_state import SamplingBatch
-from specray.ops.shard_sampling import Choices
-from specray.ops.step_tensors import RequestBuffer
+from specray.ops.step_tensors import Choices, RequestBuffer
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.node_sampler import NodeSampler
 from specray.spec_decode.torch_step_ops import ExtendInput, TorchStepOps, TorchTable, TreeInput, TreeOps, at_nodes

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from specray.layers.parallel import RankGroup
 from specray.models.heads import eagle2, eagle3, mtp
 from specray.models.heads.eagle_files import HeadConfig, TensorNames, common_settings, head_shape
 from specray.models.heads.mtp_layouts import MIMO
@@ -184,7 +185,7 @@ class TrainedMtpHead(TrainedHead):
 def _parsed(config: dict[str, Any], names: TensorNames) -> tuple[HeadConfig, LlamaShape]:
     path = Path("config.json")
     parsed = HeadConfig.of(config, path)
-    return parsed, head_shape(parsed, path.parent, names)
+    return parsed, head_shape(parsed, path.parent, names, RankGroup())
 
 
 def _start_as_last_block(weight: Tensor) -> None:

@@ -38,17 +38,17 @@ def broadcast_sizes(group: RankGroup, sizes: DraftSizes) -> DraftSizes:
 
 
 def broadcast_tree(
-    group: RankGroup, tree: DraftTree | None, num_nodes: list[int] | None, sizes: DraftSizes, device: torch.device
+    group: RankGroup, tree: DraftTree, num_nodes: list[int], sizes: DraftSizes
 ) -> tuple[DraftTree, list[int], DraftSizes]:
-    """Rank 0's trees, numbers of nodes and sizes on every rank; the others pass None and any sizes."""
+    """Rank 0's trees, numbers of nodes and sizes on every rank; the others pass any."""
     array, numbers = None, [0, 0, 0]
-    if tree is not None:
+    if group.leads:
         array = torch.cat((tree.num_nodes[:, None], tree.tokens, tree.parents), 1).cpu().numpy()
         numbers = [tree.max_depth, int(tree.are_chains), sizes.max_draft_tokens, *sizes.aux_hidden_state_layers]
     array, (depth, are_chains, most, *layers) = _broadcast(group, array, numbers)
-    if tree is not None and num_nodes is not None:
+    if group.leads:
         return tree, num_nodes, sizes
-    packed = torch.from_numpy(array).to(device)
+    packed = torch.from_numpy(array).to(tree.tokens.device)
     tokens, parents = packed[:, 1:].chunk(2, 1)
     trees = DraftTree(tokens, parents, packed[:, 0], depth, None, bool(are_chains))
     return trees, array[:, 0].tolist(), DraftSizes(most, tuple(layers))

@@ -79,8 +79,8 @@ class LoadedTarget:
                 "deterministic: false"
             )
 
-    def view(self, eos_token_ids: list[int]) -> TargetView:
-        """What a drafter on this rank can read and share."""
+    def view(self, eos_token_ids: list[int], group: RankGroup) -> TargetView:
+        """What a drafter on this rank can read and share; those of the ranks of `group` draft together."""
         config = self._config
         return TargetView(
             model=self.model,
@@ -98,6 +98,7 @@ class LoadedTarget:
             device=self._device,
             quantization=config.quantization,
             moe_runner_backend=config.moe_runner_backend,
+            group=group,
         )
 
     @property

@@ -20,10 +20,11 @@ from specray.errors import ConfigError
 from specray.layers.parallel import RankGroup
 from specray.models.files import resolve_draft
 from specray.models.heads.mtp_layouts import find_layout
+from specray.models.registry import is_native
 from specray.models.target_model import ModelShape
 from specray.models.weights import WeightReader
 from specray.ops.attention import row_bytes
-from specray.spec_decode import method_of
+from specray.spec_decode import drafts_on_every_rank, method_of
 from specray.worker.buckets import buckets, draft_row_buckets
 from specray.worker.memory import memory_fraction, weight_options
 from specray.worker.remote_drafter.handshake import DraftPlacement
@@ -120,30 +121,34 @@ def demand_of(
     placement: DraftPlacement,
     uses_cuda_ipc: bool = False,
 ) -> Demand:
-    """The demand of one rank of the target in `folder`. Rank 0 has the drafter on its device, unless it is separate.
+    """The demand of one rank of the target in `folder`, with its part of the drafter where ranks draft together.
+
+    Elsewhere rank 0 has the drafter on its device, unless it is separate.
 
     With `uses_cuda_ipc`, hidden states for the drafter cross through the device's memory.
 
     On a CPU, all processes share the memory, and activations are left to `mem_fraction_static`.
     """
-    layer_token = _layer_bytes(shape, dtype)
-    weights, num_layers, token = 0, shape.num_layers, 0
+    weights, token, dynamic = 0, 0, 0
     is_beside = placement != "separate" or device.type == "cpu"
-    drafters = config.speculative.members.values() if group.leads and is_beside else ()
+    is_split = placement == "inline" and drafts_on_every_rank(config.speculative)
+    ranks = group.size if is_split else 1
+    drafters = config.speculative.members.values() if is_beside and (is_split or group.leads) else ()
     for drafter in filter(_has_draft_model, drafters):
         if drafter.draft_model_path is None:  # layers of the target's own checkpoint, like its others
-            count, own_weights = _mtp_layers(folder, config.load_format, num_layers, dtype)
-            weights, token = weights + own_weights, token + count * layer_token
+            ranks_of_layer = ranks if is_native(model_config) else 1  # transformers' modules are whole on every rank
+            count, own_weights = _mtp_layers(folder, config.load_format, shape.num_layers, dtype)
+            weights += own_weights // ranks_of_layer
+            token += count * _layer_bytes(shape, dtype) * (group.size // ranks_of_layer)
             if count > 1:  # see StackDrafter, which keeps their outputs
                 token += count * shape.hidden_size * dtype.itemsize
         else:
-            own_weights, own_token = _draft(drafter, dtype)
-            weights, token = weights + own_weights, token + own_token
-    dynamic = 0
+            own_weights, own_token = _draft(drafter, dtype, ranks)
+            weights, token = weights + own_weights // ranks, token + own_token
     if device.type == "cuda":
         width = _layer_width(model_config, shape)
         dynamic = _steps(config, shape, width, dtype) + _state_copies(config, shape)
-        if group.leads and placement != "separate":
+        if is_split or (group.leads and placement != "separate"):
             dynamic += _drafts(config, shape, width, dtype, placement == "inline")
         if group.leads and placement == "colocated":
             dynamic += CONTEXT_BYTES
@@ -180,11 +185,11 @@ def _has_draft_model(drafter: SpeculativeConfig) -> bool:
     return "draft_model_path" in method_of(drafter.algorithm or "").options
 
 
-def _draft(speculative: SpeculativeConfig, dtype: torch.dtype) -> tuple[int, int]:
-    """(bytes of the draft model's weights, bytes of its KV of a token)."""
+def _draft(speculative: SpeculativeConfig, dtype: torch.dtype, ranks: int) -> tuple[int, int]:
+    """(bytes of the draft model's weights, bytes of its KV of a token on one of `ranks`)."""
     try:
         folder = resolve_draft(speculative, progress=False)
-        return _weight_bytes(folder, speculative.draft_load_format, dtype), _token_bytes(folder, dtype)
+        return _weight_bytes(folder, speculative.draft_load_format, dtype), _token_bytes(folder, dtype, ranks)
     # Its own process reports the error; the target serves without drafts.
     except (ConfigError, OSError, TypeError, ValueError) as error:
         logger.warning("no memory is planned for the draft model: %s", error)
@@ -205,8 +210,8 @@ def _mtp_layers(folder: Path, load_format: str, num_layers: int, dtype: torch.dt
     return len(numbers), len(numbers) * average
 
 
-def _token_bytes(folder: Path, dtype: torch.dtype) -> int:
-    """KV of a token in a draft model of the usual shape; 0 if its config.json does not say."""
+def _token_bytes(folder: Path, dtype: torch.dtype, ranks: int) -> int:
+    """KV of a token on one of `ranks`, in a draft model of the usual shape; 0 if its config.json does not say."""
     draft_config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     flat = draft_config | draft_config.get("transformer_layer_config", {})  # speculators nest it
     # What the file says is not checked yet: anything may stand there.
@@ -214,7 +219,7 @@ def _token_bytes(folder: Path, dtype: torch.dtype) -> int:
     heads, layers = sizes.get("num_attention_heads", 0), sizes.get("num_hidden_layers", 1)
     kv_heads = sizes.get("num_key_value_heads", heads)
     head_dim = sizes.get("head_dim") or (sizes.get("hidden_size", 0) // heads if heads else 0)
-    return layers * 2 * kv_heads * head_dim * dtype.itemsize
+    return layers * 2 * -(-kv_heads // ranks) * head_dim * dtype.itemsize
 
 
 def _steps(config: EngineConfig, shape: ModelShape, width: int, dtype: torch.dtype) -> int:

@@ -17,7 +17,7 @@ from specray.ops.cpu.processor import cpu_identity, num_threads
 from specray.ops.device_ops import ops_on
 from specray.ops.graphs import make_graphs
 from specray.ops.linear import fixed_order
-from specray.spec_decode import make_drafter
+from specray.spec_decode import drafts_on_every_rank, make_drafter
 from specray.spec_decode.drafter import Drafter, DraftSource, composite_of, device_drafter
 from specray.spec_decode.inline_drafts import InlineDrafts
 from specray.spec_decode.no_drafts import NoDrafts
@@ -75,19 +75,22 @@ def start_worker(
     tokenizer = load_tokenizer(folder)
     eos_ids = eos_token_ids(folder, tokenizer)
     drafts: DraftSource
+    on_every_rank = colocate is None and drafts_on_every_rank(config.speculative)
     if colocate is not None and group.leads:
         drafter, drafts = None, RemoteDrafts(colocate, ring_limits(config, target.model), table)
     else:
-        if drafter is None and group.leads:
+        if drafter is None and (on_every_rank or (colocate is None and group.leads)):
             with fixed_order(config.deterministic):
-                drafter = make_drafter(config.speculative, target.view(eos_ids))
+                view = target.view(eos_ids, group if on_every_rank else RankGroup())
+                drafter = make_drafter(config.speculative, view)
         num_slots = config.max_running_requests
         if drafter is None:
             drafts = NoDrafts(num_slots, device)
         else:
             drafts = InlineDrafts(drafter, num_slots, vocab_size, device)
     sampler = make_sampler(config.speculative)
-    if group.size > 1:
+    shares_trees = group.size > 1 and not (on_every_rank and _compute_alike(group, device))
+    if shares_trees:
         adopt_sizes(drafts, broadcast_sizes(group, DraftSizes.of(drafts)))
     compile_target(config, target, drafts.max_draft_tokens, progress)
     backend: StepBackend = make_backend(target.runner, table, group, sampler)
@@ -115,8 +118,16 @@ def start_worker(
         table=table,
         drafts=drafts,
         grammars=GrammarTable(partial(make_tools, tokenizer, vocab_size, eos_ids)),
+        shares_trees=shares_trees,
         capacity=capacity,
     )
+
+
+def _compute_alike(group: RankGroup, device: torch.device) -> bool:
+    """Whether the ranks' processors give the same bits, so that their trees are equal."""
+    own = _hardware(device)
+    first = group.broadcast_bytes(own.encode() if group.leads else None).decode()
+    return group.smallest(int(own == first)) == 1
 
 
 def _hardware(device: torch.device) -> str:

@@ -1,8 +1,8 @@
 """One rank of the target: executes plans and submits the next step's drafts.
 
 `execute` is the whole speculative step, `begin` and `finish` are its halves. A step without drafts may begin before the
-one before is finished: its forward pass takes the tokens from that one's. Rank 0 broadcasts the trees and the outcome
-of verification; the other ranks run the same code on what they receive, so ranks cannot diverge.
+one before is finished: its forward pass takes the tokens from that one's. All ranks run the same code on rank 0's plan
+and outcome of verification, and on its trees where theirs may not be equal, so ranks cannot diverge.
 """
 
 import time
@@ -65,11 +65,13 @@ class Worker:
         drafts: DraftSource,
         grammars: GrammarTable,
         capacity: Capacity,
+        shares_trees: bool = False,
     ) -> None:
+        """`shares_trees`: the trees of all ranks are rank 0's, because their own ones may not be equal."""
         self.drafts = drafts
         self.grammars = grammars
         self.capacity = capacity
-        self._group = group
+        self._group, self._shares_trees = group, shares_trees
         self._backend = backend
         self._table = table
         self._inference = torch.inference_mode()  # kept, because making one takes longer than entering it
@@ -154,6 +156,7 @@ class Worker:
         """Run the plans of rank 0 until the group breaks; for ranks above 0."""
         while True:
             self._finish(self._begin(unpack_plan(self._group.broadcast_bytes(None))))
+            self.propose()
 
     def close(self) -> None:
         self._group.close()
@@ -206,12 +209,13 @@ class Worker:
         if not rows.states:
             prepared = time.perf_counter()
             return StartedStep(plan, None, prepared - start, prepared, 0.0)
-        batch = self._collect(plan, rows)
+        has_grammar = any(state.sampling.options.grammar is not None for state in rows.states)
+        batch = self._collect(plan, rows, has_grammar)
         draft_seconds = self.drafts.seconds
         prepared = time.perf_counter()
         wants = StepWants(
-            self.drafts.aux_hidden_state_layers if plan.runs_drafter and self._group.leads else (),
-            any(state.sampling.options.grammar is not None for state in rows.states),
+            self.drafts.aux_hidden_state_layers if plan.runs_drafter and self.drafts.reads_context else (),
+            has_grammar,
             plan.runs_drafter and all(row.draft_limit.allows_drafts for row in plan.rows),
         )
         return StartedStep(plan, self._backend.begin(batch, wants), prepared - start, prepared, draft_seconds)
@@ -265,26 +269,21 @@ class Worker:
                 self._missed.update(written.tolist())
         return results
 
-    def _collect(self, plan: StepPlan, rows: ScheduledBatch) -> StepBatch:
-        """The draft trees of the rows that sample, and what grammars allow at their nodes."""
-        tree, num_nodes, mask = None, None, None
-        if self._group.leads:
-            sampling = set(rows.sampling)
-            limits = [row.draft_limit if place in sampling else NO_DRAFTS for place, row in enumerate(plan.rows)]
-            if self._have_known_sizes(rows, limits):
-                unsized = self.drafts.take_unsized(rows.slots, rows.roots, limits)
-                if unsized is not None:
-                    return StepBatch(rows, unsized.tree, unsized.most_nodes, None, unsized.wait_for_sizes)
-            tree, num_nodes = self.drafts.collect(rows.slots, rows.roots, limits)
-            if self.grammars.slots:
-                slots = [state.slot for state in rows.states]
-                tree, num_nodes, mask = self.grammars.constrain(slots, rows.sampling, tree, num_nodes, limits)
-        if self._group.size > 1:
-            sizes, device = DraftSizes.of(self.drafts), self._table.device
-            tree, num_nodes, sizes = broadcast_tree(self._group, tree, num_nodes, sizes, device)
+    def _collect(self, plan: StepPlan, rows: ScheduledBatch, has_grammar: bool) -> StepBatch:
+        """The draft trees of the rows that sample, and what grammars, which rank 0 alone has, allow at their nodes."""
+        sampling, mask = set(rows.sampling), None
+        limits = [row.draft_limit if place in sampling else NO_DRAFTS for place, row in enumerate(plan.rows)]
+        if self._have_known_sizes(rows, limits):
+            unsized = self.drafts.take_unsized(rows.slots, rows.roots, limits)
+            if unsized is not None:
+                return StepBatch(rows, unsized.tree, unsized.most_nodes, None, unsized.wait_for_sizes)
+        tree, num_nodes = self.drafts.collect(rows.slots, rows.roots, limits)
+        if self.grammars.slots:
+            slots = [state.slot for state in rows.states]
+            tree, num_nodes, mask = self.grammars.constrain(slots, rows.sampling, tree, num_nodes, limits)
+        if self._shares_trees or (has_grammar and self._group.size > 1):
+            tree, num_nodes, sizes = broadcast_tree(self._group, tree, num_nodes, DraftSizes.of(self.drafts))
             adopt_sizes(self.drafts, sizes)
-        assert tree is not None
-        assert num_nodes is not None
         return StepBatch(rows, tree, num_nodes, mask)
 
     def _have_known_sizes(self, rows: ScheduledBatch, limits: Sequence[DraftLimit]) -> bool:

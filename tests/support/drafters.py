@@ -3,13 +3,16 @@
 Each makes a tree from the request's true continuation, known from a run without drafts.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from random import Random
 from typing import NamedTuple
 
 import torch
 
+from specray.config import SpeculativeConfig
 from specray.spec_decode.draft_tree import NONE, DraftTree, TreeLists
+from specray.spec_decode.drafter import TargetView
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 from specray.spec_decode.request_table import RequestTable
 from specray.step import UNLIMITED, DraftLimit, NewRequest, SamplingOptions
@@ -46,6 +49,25 @@ class ScriptedDrafter:
 
     def _future(self, known: list[int]) -> list[int]:
         return next((text[len(known) :] for text in self._texts if text[: len(known)] == known), [])
+
+
+class UnequalDrafter:
+    """A drafter of another project: its trees are not equal in two processes."""
+
+    aux_hidden_state_layers: tuple[int, ...] = ()
+    reads_next_token = False
+    max_draft_tokens = 3
+
+    def __init__(self, config: SpeculativeConfig, target: TargetView) -> None:
+        del config, target
+        self._first = os.getpid()
+
+    def propose(self, context: ProposeContext) -> DraftTree:
+        drafts = torch.arange(self._first, self._first + self._first % 2 + 1) % VOCAB_SIZE
+        return DraftTree.chains(torch.cat((context.roots()[:, None], drafts.expand(len(context.requests), -1)), 1))
+
+    def release(self, slots: Sequence[int]) -> None:
+        pass
 
 
 class Tokens(NamedTuple):

@@ -1,5 +1,6 @@
 """Tensor parallelism without Ray: a process for each rank, forked from one that has imported the worker once."""
 
+import contextlib
 import tempfile
 from collections import deque
 from collections.abc import Sequence
@@ -7,7 +8,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,6 +35,7 @@ class RankZero:
     """Executor over this process's worker; plans are sent to the other ranks too."""
 
     def __init__(self, worker: Worker) -> None:
+        self.num_verified = self.num_emitted = 0  # trees with drafts, and tokens of their steps
         self._worker = worker
         self._results: deque[StepResult] = deque()
 
@@ -42,14 +44,24 @@ class RankZero:
         return self._worker.capacity
 
     def submit(self, plan: StepPlan) -> None:
-        self._results.append(self._worker.execute(plan))
+        result = self._worker.execute(plan)
+        self._results.append(result)
         self._worker.propose()
+        emitted = [len(row.token_ids) for row in result.rows if row.num_draft_tokens]
+        self.num_verified, self.num_emitted = self.num_verified + len(emitted), self.num_emitted + sum(emitted)
 
     def collect(self) -> StepResult:
         return self._results.popleft()
 
     def close(self) -> None:
         self._worker.close()
+
+
+class RankRun(NamedTuple):
+    """What several ranks generated."""
+
+    choices: list[dict[str, Any]]
+    accept_length: float  # mean of accepted + 1
 
 
 def run_ranks(
@@ -62,17 +74,31 @@ def run_ranks(
     **options: Any,
 ) -> list[dict[str, Any]]:
     """Choices of `prompts` from `size` processes; `in_graphs`: on the stand-in for CUDA graphs."""
+    [run] = run_methods(folder, size, [speculative], prompts, params, in_graphs, **options)
+    return run.choices
+
+
+def run_methods(
+    folder: Path,
+    size: int,
+    methods: Sequence[SpeculativeConfig],
+    prompts: list[list[int]],
+    params: list[dict[str, Any]],
+    in_graphs: bool = False,
+    **options: Any,
+) -> list[RankRun]:
+    """The same with one method after the other, in the same processes."""
     options = {"dtype": "float32", "device": "cpu", "num_threads": 1, "max_total_tokens": 4096} | options
-    config = EngineConfig(model=str(folder), tp_size=size, speculative=speculative, **options)
+    configs = [EngineConfig(model=str(folder), tp_size=size, speculative=method, **options) for method in methods]
     with tempfile.TemporaryDirectory() as meeting:
-        address = f"file://{meeting}/ranks"
-        arguments = [(config, rank, address, in_graphs) for rank in range(1, size)]
-        others = [PROCESSES.Process(target=run_follower, args=each) for each in arguments]
+        addresses = [f"file://{meeting}/ranks{number}" for number in range(len(methods))]
+        runs = list(zip(configs, addresses, strict=True))
+        others = [PROCESSES.Process(target=follow, args=(runs, rank, in_graphs)) for rank in range(1, size)]
         for process in others:
             process.start()
         with ProcessPoolExecutor(1, mp_context=PROCESSES) as first:
             try:
-                return first.submit(lead, config, address, prompts, params, in_graphs).result(TIMEOUT_S)
+                return first.submit(lead, runs, prompts, params, in_graphs).result(TIMEOUT_S * len(runs))
             finally:
                 for process in others:  # without them rank 0 ends too
                     process.kill()
@@ -80,17 +106,17 @@ def run_ranks(
 
 
 def lead(
-    config: EngineConfig, address: str, prompts: list[list[int]], params: list[dict[str, Any]], in_graphs: bool
-) -> list[dict[str, Any]]:
+    runs: Sequence[tuple[EngineConfig, str]], prompts: list[list[int]], params: list[dict[str, Any]], in_graphs: bool
+) -> list[RankRun]:
     """Run rank 0, which drives the others."""
     torch.set_num_threads(1)
     if not in_graphs:
-        return _lead(config, address, prompts, params)
+        return [_lead(*each, prompts, params) for each in runs]
     with recorded_graphs() as graphs:
-        choices = _lead(config, address, prompts, params, graphs)
+        found = [_lead(*each, prompts, params, graphs) for each in runs]
         verified = {key[2:] for key in graphs[0].replayed if key[0] == "verify"}  # type: ignore[index]
         assert verified >= {(True, False), (True, True)}  # sampled, and without or with filters
-    return choices
+    return found
 
 
 def _lead(
@@ -99,11 +125,12 @@ def _lead(
     prompts: list[list[int]],
     params: list[dict[str, Any]],
     graphs: Sequence[RecordedGraphs] = (),
-) -> list[dict[str, Any]]:
+) -> RankRun:
     worker = start_worker(config, 0, config.tp_size, address)
     warm_up(worker, config)
     num_captures = [each.num_captures for each in graphs]
-    engine = Engine(config, RankZero(worker), load_tokenizer(Path(config.model)).backend_tokenizer)
+    rank = RankZero(worker)
+    engine = Engine(config, rank, load_tokenizer(Path(config.model)).backend_tokenizer)
     for index, (prompt, options) in enumerate(zip(prompts, params, strict=True)):
         engine.add_request(EngineRequest(str(index), prompt, make_sampling_params(**options)))
     choices: list[dict[str, Any]] = [{"token_ids": [], "text": ""} for _ in prompts]
@@ -117,13 +144,17 @@ def _lead(
                 choice["prompt_logprobs"] = output.prompt_logprobs
             assert output.finish_reason is not FinishReason.ERROR, output.error
     assert num_captures == [each.num_captures for each in graphs], "a request waited for a capture"
-    return choices
+    worker.close()
+    return RankRun(choices, rank.num_emitted / max(1, rank.num_verified))
 
 
-def run_follower(config: EngineConfig, rank: int, address: str, in_graphs: bool) -> None:
+def follow(runs: Sequence[tuple[EngineConfig, str]], rank: int, in_graphs: bool) -> None:
     """Run another rank until it is killed."""
     torch.set_num_threads(1)
     with recorded_graphs() if in_graphs else nullcontext():
-        worker = start_worker(config, rank, config.tp_size, address)
-        warm_up(worker, config)
-        worker.run_loop()
+        for config, address in runs:
+            worker = start_worker(config, rank, config.tp_size, address)
+            warm_up(worker, config)
+            with contextlib.suppress(RuntimeError):  # rank 0 has closed the group
+                worker.run_loop()
+            worker.close()

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from specray.layers.linear import ColumnParallelLinear, VocabHead
 from specray.layers.norm import NormOfParts, RMSNorm
-from specray.layers.parallel import RankGroup
 from specray.models.fused import StateLayers, tree_network
 from specray.models.heads.eagle_files import HeadConfig, TensorNames, read_draft_vocabulary
 from specray.models.heads.parts import Parts
@@ -152,7 +151,7 @@ class Eagle3Head(EagleHead):
         return self._net.recur(output)
 
     def logits(self, output: Tensor) -> Tensor:
-        return self._head(self._net.norm(output))
+        return super().logits(self._net.norm(output))
 
 
 class ParallelHead(Eagle3Head):
@@ -184,8 +183,8 @@ def _output_matrix(
     """
     if num_ids == shape.vocab_size and ids is None and shape.hidden_size == shared.shape.hidden_size:
         return shared.head(None, full_output(shape, loader, names)), None
-    weight = loader.weight(names.of_plain(HEAD), (num_ids, shape.hidden_size))
-    head = VocabHead(weight, num_ids, RankGroup(), loader.quantization)
+    weight = loader.vocab_weight(names.of_plain(HEAD), (num_ids, shape.hidden_size))
+    head = VocabHead(weight, num_ids, loader.group, loader.quantization)
     return head, weight if loader.quantization in ("int8", "int4") else None
 
 

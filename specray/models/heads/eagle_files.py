@@ -17,8 +17,9 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from specray.errors import ConfigError, first_of
+from specray.layers.parallel import RankGroup
 from specray.models.llama_config import LlamaConfig
-from specray.models.llama_shape import LlamaShape
+from specray.models.llama_shape import LlamaShape, heads_of_rank
 from specray.models.loading import Loader
 from specray.models.target_model import BEFORE_FINAL_NORM, ModelShape
 
@@ -223,8 +224,8 @@ class TensorNames:
         return weight, bias if has_bias else None
 
 
-def head_shape(config: HeadConfig, folder: Path, names: TensorNames) -> LlamaShape:
-    """Sizes of the head's layer.
+def head_shape(config: HeadConfig, folder: Path, names: TensorNames, group: RankGroup) -> LlamaShape:
+    """Sizes of the head's layer, which the ranks of `group` share.
 
     Configs often repeat the target's `attention_bias`, which SafeAILab and SpecForge ignore, so that the tensors decide
     unless it is false. `qkv_bias` is read by the code that reads EAGLE-1 and -2 heads.
@@ -238,6 +239,7 @@ def head_shape(config: HeadConfig, folder: Path, names: TensorNames) -> LlamaSha
             f"{config.hidden_size} do not fit; heads must be a multiple of KV heads, head_dim even, and without "
             "head_dim hidden_size a multiple of heads"
         )
+    local_heads, local_kv_heads = heads_of_rank(heads, kv_heads, group)
     found = [part for part in "qkvo" if names.in_layer(f"self_attn.{part}_proj.bias")]
     is_denied = config.attention_bias is False
     return LlamaShape(
@@ -245,8 +247,8 @@ def head_shape(config: HeadConfig, folder: Path, names: TensorNames) -> LlamaSha
         hidden_size=config.hidden_size,
         num_heads=heads,
         num_kv_heads=kv_heads,
-        num_local_heads=heads,
-        num_local_kv_heads=kv_heads,
+        num_local_heads=local_heads.stop - local_heads.start,
+        num_local_kv_heads=local_kv_heads.stop - local_kv_heads.start,
         head_dim=head_dim,
         ffn_size=config.intermediate_size,
         vocab_size=config.vocab_size,

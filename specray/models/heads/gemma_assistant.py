@@ -61,6 +61,7 @@ class GemmaAssistant:
 
     draft_token_ids: Tensor | None = None
     network: TreeNetwork | None = None
+    vocab_head: VocabHead | None = None
 
     def __init__(self, folder: Path, config: Any, loader: Loader, target: TargetModel, target_config: Any) -> None:
         """`config` is that of `check_gemma_assistant`. ConfigError if the target's KV is not what it reads."""
@@ -113,10 +114,6 @@ class GemmaAssistant:
     def logits(self, output: Tensor) -> Tensor:
         """See TreeModel."""
         return self._logits(output)
-
-    def target_ids(self, draft_ids: Tensor) -> Tensor:
-        """See TreeModel."""
-        return draft_ids.to(torch.int64)
 
 
 class ClusteredHead:

@@ -15,7 +15,7 @@ from specray.models.heads.eagle2 import Eagle2Head
 from specray.models.heads.eagle3 import Eagle3Head
 from specray.models.heads.eagle_files import HeadConfig, TensorNames, check_rest, head_shape
 from specray.models.heads.served import EagleHead
-from specray.models.llama_shape import LlamaShape
+from specray.models.llama_shape import LlamaShape, ranks_of_layers
 from specray.models.loading import Loader
 from specray.models.target_matrices import TargetMatrices
 from specray.models.target_model import ModelShape
@@ -31,7 +31,9 @@ ALGORITHMS: dict[Literal[2, 3], str] = {2: "EAGLE", 3: "EAGLE3"}
 def load_eagle_head(
     speculative: SpeculativeConfig, shared: TargetMatrices, version: Literal[2, 3], token_map: Tensor | None = None
 ) -> EagleHead:
-    """Load the head at `speculative.draft_model_path`, not sharded. ConfigError if it does not fit the target.
+    """Load the head at `speculative.draft_model_path`, split over the ranks of `shared`.
+
+    ConfigError if it does not fit the target.
 
     `token_map` int64 [n] restricts an EAGLE-2 head to these ids of the target (FR-Spec).
     """
@@ -60,13 +62,20 @@ def _opened(
     folder = resolve_draft(speculative, progress=False)
     config = HeadConfig.read(folder)
     config.check_target(folder, shared.shape)
+    heads = config.num_attention_heads
+    group = ranks_of_layers(heads, config.num_key_value_heads or heads, shared.group, folder)
     loader = Loader(
-        folder, speculative.draft_load_format, shared.dtype, shared.device, quantization=shared.quantization
+        folder,
+        speculative.draft_load_format,
+        shared.dtype,
+        shared.device,
+        quantization=shared.quantization,
+        group=group,
     )
     try:
         names = TensorNames.of(folder, loader.names())
         _check_version(folder, names, version, speculative)
-        shape = head_shape(config, folder, names)
+        shape = head_shape(config, folder, names, group)
         yield config, shape, loader, names
         check_rest(loader, names, shape)
     finally:

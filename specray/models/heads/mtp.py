@@ -57,7 +57,10 @@ def check_mtp_files(folder: Path, load_format: str, target: ModelShape) -> None:
 
 
 def load_mtp_layers(folder: Path, load_format: str, shared: TargetMatrices) -> "MtpLayers":
-    """Load all MTP layers in `folder`, not sharded. ConfigError if there are none, or if they do not fit the target."""
+    """Load all MTP layers in `folder`. ConfigError if there are none, or if they do not fit the target.
+
+    The ranks of `shared` share a layer as they share the target's own. One of transformers' modules is whole on each.
+    """
     config = load_config(folder)
     loader = Loader(
         folder,
@@ -65,6 +68,7 @@ def load_mtp_layers(folder: Path, load_format: str, shared: TargetMatrices) -> "
         shared.dtype,
         shared.device,
         quantization=shared.quantization,
+        group=shared.group if is_native(config) else None,
         moe_runner_backend=shared.moe_runner_backend,
     )
     try:
@@ -209,7 +213,7 @@ class MtpHead(_MtpDrafter):
             self._embedding,
             StateLayers(layer.embed_norm, layer.state_norm, layer.project, layer.state_first),
             layer.out_norm,
-            self._head,
+            self.vocab_head,
             self.draft_token_ids,
             self.vocab_size,
             state_is_normed=True,
@@ -247,7 +251,7 @@ class MtpStack(_MtpDrafter):
         return output[:, :-1]
 
     def logits(self, output: Tensor) -> Tensor:
-        return self._head(output[:, 0])
+        return super().logits(output[:, 0])
 
 
 class _TargetParts(ServedParts):

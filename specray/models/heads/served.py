@@ -8,16 +8,15 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
 from specray.errors import ConfigError
-from specray.layers.linear import ColumnParallelLinear, VocabEmbedding, VocabHead
+from specray.layers.linear import ColumnParallelLinear, SplitInputLinear, VocabEmbedding, VocabHead
 from specray.layers.norm import NormOfParts, RMSNorm
-from specray.layers.parallel import RankGroup
 from specray.layers.rotary import RotaryEmbedding
 from specray.models.decoder_layer import FeedForward
 from specray.models.heads.eagle_files import HeadConfig, TensorNames
 from specray.models.heads.parts import Parts
 from specray.models.llama import Attention
 from specray.models.llama_shape import LlamaShape
-from specray.models.loading import HEAD, Loader
+from specray.models.loading import HEAD, Loader, vocab_share
 from specray.models.target_matrices import TargetMatrices
 from specray.models.target_model import ModelShape
 from specray.ops.attention import Attend, AttentionBackend
@@ -29,7 +28,9 @@ HeadForward = Callable[[Tensor, Tensor, Tensor, Attend], Tensor]  # the type of 
 
 
 class EagleHead(ABC):
-    """A draft head of hidden size H, not sharded. `draft_token_ids` int64 [n]: the target's ids of its logits' columns.
+    """A draft head of hidden size H, split over ranks like a target.
+
+    `draft_token_ids` int64 [n]: the target's ids of its vocabulary.
 
     A state is the head's summary of everything before a token: from the target's hidden states, or the head's own
     output in deeper draft steps.
@@ -55,9 +56,9 @@ class EagleHead(ABC):
         self.head_dim, self.hidden_size = shape.head_dim, shape.hidden_size
         self.dtype = shared.dtype
         self.draft_token_ids = None if draft_token_ids is None else draft_token_ids.to(shared.device, torch.int64)
-        self.vocab_size = head.num_columns  # of `logits`
+        self.vocab_head = head
+        self.vocab_size = head.vocab_size
         self._embedding = embedding
-        self._head = head
 
     @abstractmethod
     def __call__(self, token_ids: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
@@ -78,13 +79,8 @@ class EagleHead(ABC):
         return output
 
     def logits(self, output: Tensor) -> Tensor:
-        """float32 [n, vocab_size]"""
-        return self._head(output)
-
-    def target_ids(self, draft_ids: Tensor) -> Tensor:
-        """int64: the target's ids of draft ids of any shape."""
-        ids = draft_ids.to(torch.int64)
-        return ids if self.draft_token_ids is None else self.draft_token_ids[ids]
+        """float32 [n, vocab_size], of which a rank has the columns of `vocab_head`."""
+        return self.vocab_head.shard(output)
 
 
 class ServedParts(Parts):
@@ -100,9 +96,16 @@ class ServedParts(Parts):
     def norm_of_parts(self, names: Sequence[str], size: int) -> NormOfParts:
         return NormOfParts([self._loader.tensor(name, (size,)) for name in names], self.shape.eps)
 
-    def linear(self, name: str, shape: tuple[int, int], bias: str | None = None) -> ColumnParallelLinear:
-        added = None if bias is None else self._loader.tensor(bias, shape[:1])
-        return ColumnParallelLinear(self._loader.weight(name, shape), added, self._loader.quantization)
+    def linear(
+        self, name: str, shape: tuple[int, int], bias: str | None = None
+    ) -> ColumnParallelLinear | SplitInputLinear:
+        """Its input and output are whole on every rank."""
+        loader = self._loader
+        added = None if bias is None else loader.tensor(bias, shape[:1])
+        if loader.group.size == 1:
+            return ColumnParallelLinear(loader.weight(name, shape), added, loader.quantization)
+        part = loader.group.share(shape[1])
+        return SplitInputLinear(loader.weight(name, shape, part, 1), loader.group, part, added, loader.quantization)
 
     def attention(self, index: int, prefix: str, width: int) -> Attention:
         assert isinstance(self.shape, LlamaShape)
@@ -120,7 +123,7 @@ def load_embedding(shape: LlamaShape, loader: Loader, names: TensorNames, shared
         return shared.embedding()
     own = loader.tensor(name, (shape.vocab_size, shape.hidden_size))
     if shape.hidden_size != shared.shape.hidden_size:
-        return VocabEmbedding(own, RankGroup())
+        return VocabEmbedding(vocab_share(own, shared.group), shared.group)
     return shared.embedding(own)
 
 

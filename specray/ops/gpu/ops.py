@@ -13,6 +13,7 @@ from specray.ops.gpu.matrix import FixedOrderMatrix, GatedUnits
 from specray.ops.grouped_weight import Weight
 from specray.ops.layer_attention import LayerAttention
 from specray.ops.sampling_state import SamplingBatch
+from specray.ops.step_tensors import Choices
 from specray.ops.torch_matrix import Linear
 from specray.ops.torch_ops import TorchOps
 
@@ -88,7 +89,5 @@ class TritonOps(TorchOps):
         temperature: Tensor | None,
         keys: Tensor | None,
         ids: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        rows = sampling.Rows(logits.contiguous(), *places, 1)
-        found = sampling.choose_drafts(rows, temperature, keys, ids)
-        return found.tokens, found.is_finite
+    ) -> Choices:
+        return sampling.choose_drafts(sampling.Rows(logits.contiguous(), *places, 1), temperature, keys, ids)

@@ -14,7 +14,7 @@ from specray.ops.gpu.noise_kernels import position_keys
 from specray.ops.gpu.sampling_kernels import add_noise, choose_among_blocks, choose_in_blocks, find_lowest
 from specray.ops.gpu.tree_kernels import walk_tree
 from specray.ops.sampling_state import SamplingBatch
-from specray.ops.shard_sampling import Choices
+from specray.ops.step_tensors import Choices
 
 BLOCK = 4096  # logits of a program; fixed, so that a choice does not depend on the batch
 FILTER_BLOCK, PIVOTS = 4096, 4  # of a step of bisection

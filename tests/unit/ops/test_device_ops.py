@@ -236,8 +236,8 @@ def choose_drafts(ops: TorchOps, random: Random) -> Tensor:
     rows = torch.arange(3), torch.ones(3, dtype=torch.int64)
     temperature, keys, ids = noise(random)
     heat = (temperature, keys) if random.count(0, 1) else (None, None)
-    tokens, is_finite = ops.choose_drafts(random.normal(3, VOCAB), rows, *heat, ids)
-    return torch.stack((tokens, is_finite.long()))
+    found = ops.choose_drafts(random.normal(3, VOCAB), rows, *heat, ids)
+    return torch.stack((found.tokens, found.is_finite.long()))
 
 
 def soft_labels(ops: TorchOps, random: Random) -> Any:

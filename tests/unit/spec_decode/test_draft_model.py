@@ -339,7 +339,7 @@ def test_equal_embeddings_are_shared_with_the_target(has_equal_weights: bool, tm
     with make_llm(target, speculative=speculative) as llm:
         model, target_model = drafter_of(llm)._model, worker_of(llm).model
         assert (model._model.embedding is target_model.embedding) == has_equal_weights
-        assert (model._head is target_model.head) == has_equal_weights
+        assert (model.vocab_head is target_model.head) == has_equal_weights
 
 
 @pytest.mark.parametrize(

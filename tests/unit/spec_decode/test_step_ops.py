@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specray.ops.cpu.library import kernels
 from specray.ops.sampling_state import SamplingBatch
-from specray.ops.shard_sampling import Choices
+from specray.ops.step_tensors import Choices
 from specray.spec_decode.draft_tree import NONE, DraftTree
 from specray.spec_decode.node_sampler import coupled
 from specray.spec_decode.step_ops import KernelStepOps, step_ops

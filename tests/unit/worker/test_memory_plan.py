@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from specray.config import EngineConfig, SpeculativeConfig
-from specray.layers.parallel import RankGroup
+from specray.layers.parallel import RankGroup, SilentRank
 from specray.models.registry import load_config, shape_of
 from specray.models.transformers_skeleton import build_skeleton
 from specray.worker import memory_plan
@@ -25,6 +25,7 @@ from specray.worker.remote_drafter.handshake import DraftPlacement
 from tests.support.decoders import SERVED, decoder_config, write_decoder
 from tests.support.gpt_oss import write_gpt_oss
 from tests.support.heads import write_random_head
+from tests.support.mtp import write_mimo_layers
 from tests.support.published_mtp import FAMILIES, write_published
 
 GIB = 1 << 30
@@ -53,12 +54,12 @@ def test_the_pool_of_an_80_gib_gpu() -> None:
 def demand(toy: Path, device: torch.device = GPU, **options: object) -> Demand:
     placement = cast(DraftPlacement, options.pop("placement", "inline"))
     uses_cuda_ipc = bool(options.pop("uses_cuda_ipc", False))
-    model_config = load_config(toy)
-    shape = shape_of(model_config, RankGroup())
+    model_config, group = load_config(toy), cast(RankGroup, options.pop("group", RankGroup()))
+    shape = shape_of(model_config, group)
     if not options.pop("has_states", True):
         shape = replace(shape, states=())
     config = EngineConfig(model=str(toy), **options)  # type: ignore[arg-type]
-    return demand_of(config, model_config, shape, toy, torch.bfloat16, device, RankGroup(), placement, uses_cuda_ipc)
+    return demand_of(config, model_config, shape, toy, torch.bfloat16, device, group, placement, uses_cuda_ipc)
 
 
 def test_a_drafter_on_a_gpu_of_its_own_takes_nothing_of_the_targets(toy: Path, tmp_path: Path) -> None:
@@ -110,6 +111,26 @@ def test_kv_of_the_target_and_its_head_is_counted(toy: Path, tmp_path: Path) -> 
     assert plain == Demand(2 * 2 * 2 * 8 * 2)  # layers, K and V, KV heads, head dim, bytes
     assert drafted.token - plain.token == 1 * 2 * 1 * 16 * 2
     assert drafted.weights == 2 * sum(tensor.numel() for tensor in load_file(head / "model.safetensors").values())
+
+
+@pytest.mark.parametrize("name", ["EAGLE3", "MTP"])
+def test_each_rank_counts_its_part_of_an_inline_drafter(name: str, toy: Path, tmp_path: Path) -> None:
+    """A KV head that there is once is on both ranks."""
+    if name == "MTP":
+        write_mimo_layers(tmp_path, toy)
+    else:
+        write_random_head(tmp_path / "head", toy, 3)
+    folder, method = (tmp_path, {}) if name == "MTP" else (toy, {"draft_model_path": str(tmp_path / "head")})
+    speculative = SpeculativeConfig(algorithm=name, **method)
+    second = SilentRank(2)
+    second.leads = False
+    plain, drafted, whole = (
+        demand(folder, CPU, speculative=each, group=group)
+        for each, group in ((SpeculativeConfig(), second), (speculative, second), (speculative, RankGroup()))
+    )
+    assert drafted.weights == whole.weights // 2 > 0
+    assert drafted.token - plain.token == 2 * 2 * (16 if name == "EAGLE3" else 8)  # K and V, bytes
+    assert demand(folder, CPU, speculative=speculative, group=second, placement="colocated").weights == 0
 
 
 @pytest.mark.parametrize("name", ["glm4_moe", "qwen3_next", "mimo_v2_flash", "ernie4_5_moe"])
