@@ -103,6 +103,7 @@ class RankGroup:
     def close(self) -> None:
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
+            self._cpu = None  # or its connections stay open, and other ranks wait for this one
 
     def _gathered(self, part: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self.size)]

@@ -33,7 +33,7 @@ PARAMS = [
 
 @pytest.mark.parametrize("name", ["EAGLE-map", "NGRAM"])
 def test_two_ranks_with_drafts_equal_one(name: str, toy: Path, tmp_path: Path) -> None:
-    """Each rank has a part of the target. Rank 0 has the whole head, which needs the target's whole matrices."""
+    """Each rank has a part of the target and of the head."""
     alone = generate(toy, PROMPTS, [make_sampling_params(**params) for params in PARAMS])
     speculative = METHODS[name](toy, tmp_path)
     together = run_ranks(toy, 2, speculative, PROMPTS, PARAMS, page_size=4, chunked_prefill_size=16)
@@ -74,7 +74,7 @@ def test_two_ranks_with_drafts_equal_two_without_in_every_type(
 
 @pytest.mark.parametrize("write", [write_deepseek, partial(write_published, "glm4_moe")], ids=["deepseek", "glm4_moe"])
 def test_two_ranks_of_a_target_with_mtp_layers_equal_one(write: Callable[[Path], object], tmp_path: Path) -> None:
-    """Each rank has a part of every expert, and DeepSeek's the whole latent. Rank 0 has the MTP layer, whole."""
+    """Each rank has a part of every expert, and DeepSeek's the whole latent; Glm4Moe's MTP layer is whole on each."""
     write(tmp_path)
     alone = generate(tmp_path, PROMPTS, [make_sampling_params(**params) for params in PARAMS])
     together = run_ranks(tmp_path, 2, SpeculativeConfig(algorithm="MTP"), PROMPTS, PARAMS)
