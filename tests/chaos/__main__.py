@@ -31,7 +31,7 @@ from tests.support.toy import write_toy
 
 NUM_ENGINES = 2
 NUM_STREAMS = 8
-NUM_STREAMS_QUICK = 4  # two for each engine: with more, the load takes the time in which lost processes start again
+NUM_STREAMS_QUICK = 2  # one for each engine: with more, the load takes the time in which lost processes start again
 TRAFFIC_S = 0.5  # of traffic before and after a fault
 FAILOVER_S = 90.0  # a request of death ends both engines, which start again on two cores
 IDLE_S = 10.0  # in which engines must be idle after the last request

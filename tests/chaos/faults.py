@@ -218,7 +218,7 @@ FAULTS: dict[str, Fault] = {
     "rank frozen": Fault(_lose_engine(RANK, signal.SIGSTOP), 0, 20),
     "drafter killed": Fault(_lose_drafter(signal.SIGKILL), 0, 100),
     "drafter frozen": Fault(_lose_drafter(signal.SIGSTOP), 0, 100),
-    "drafter sends invalid data": Fault(_lose_drafter(signal.SIGUSR1), 1, 100),
+    "drafter sends invalid data": Fault(_lose_drafter(signal.SIGUSR1), 0, 100),
     "ingress killed": Fault(_lose_ingress, 0, 20, _LOST_INGRESS),
     "controller killed": Fault(_lose_controller, 0, 10),
     "GCS frozen for 4 s": Fault(_freeze_gcs, 0, 5),

@@ -5,8 +5,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.cluster.conftest import LONG, Redeployment
+
 ROOT = Path(__file__).parents[2]
-LONG = {"prompt": "One two one two one two", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
 
 
 def test_the_openai_client_prints_an_answer_and_its_accept_length(app: Any) -> None:
@@ -16,7 +17,7 @@ def test_the_openai_client_prints_an_answer_and_its_accept_length(app: Any) -> N
     assert "tokens, accept length " in done.stdout
 
 
-def test_a_custom_drafter_is_served_by_its_import_path(app: Any, large_app: Any) -> None:
-    served, expected = large_app.complete(**LONG), app.complete(**LONG)
-    assert served["choices"][0]["text"] == expected["choices"][0]["text"]
+def test_a_custom_drafter_is_served_by_its_import_path(redeployment: Redeployment) -> None:
+    served = redeployment.app.complete(**LONG)
+    assert served["choices"][0]["text"] == redeployment.expected
     assert served["usage"]["speculative"]["draft_tokens"] > 0

@@ -48,7 +48,6 @@ class Served:
             "--device=cpu",
             "--num-threads=1",
             "--max-total-tokens=4096",
-            "--speculative-algorithm=NGRAM",
             "--served-model-name=tiny",
             *flags,
         ]
@@ -79,7 +78,9 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    server = Served(tiny_model, tmp_path_factory.mktemp("launcher") / "log", "--tp-size=2")
+    server = Served(
+        tiny_model, tmp_path_factory.mktemp("launcher") / "log", "--tp-size=2", "--speculative-algorithm=NGRAM"
+    )
     try:
         server.announcement()
         yield server
@@ -226,55 +227,70 @@ def command_lines(processes: list[int]) -> str:
     return "\n".join(lines)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("is_group", [False, True])
-@pytest.mark.parametrize("moment_s", [0.5, 2.5, 8.0])
+class Starting:
+    """A server that starts. Its standard output is a pipe that nobody reads, as of a `tee` that Ctrl-C has ended."""
+
+    def __init__(self, model: Path, folder: Path) -> None:
+        self._marker = f"SPECRAY_TEST_{uuid4().hex}"
+        self.log = folder / "log"
+        reader, writer = os.pipe()
+        os.close(reader)
+        self.process = subprocess.Popen(
+            [*SERVE, f"--model={model}", f"--port={free_port()}", "--device=cpu", "--max-total-tokens=4096"],
+            cwd=folder,
+            env=os.environ | {self._marker: "1"},
+            stdout=writer,
+            stderr=self.log.open("wb"),
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),  # as in the background of a script
+        )
+        os.close(writer)
+
+    def environments(self) -> list[dict[str, str]]:
+        """Of all processes that it has started, and its own."""
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if self._marker in (environment := process.environ()):
+                    found.append(environment)
+        return found
+
+
+# Every pair of a signal and a moment, of a signal and a receiver, and of a receiver and a moment.
+@pytest.mark.parametrize(
+    ("number", "is_group", "moment_s"),
+    [
+        (number, (number is signal.SIGINT) == (moment_s == 2.5), moment_s)
+        for number in (signal.SIGINT, signal.SIGTERM)
+        for moment_s in (0.5, 2.5, 8.0)
+    ],
+)
 def test_a_signal_while_starting_ends_everything(
     number: signal.Signals, is_group: bool, moment_s: float, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """Standard output is a pipe that nobody reads, as of a `tee` that Ctrl-C has ended."""
-    marker = f"SPECRAY_TEST_{uuid4().hex}"
-    reader, writer = os.pipe()
-    os.close(reader)
-    process = subprocess.Popen(
-        [*SERVE, f"--model={tiny_model}", f"--port={free_port()}", "--device=cpu", "--max-total-tokens=4096"],
-        cwd=tmp_path,
-        env=os.environ | {marker: "1"},
-        stdout=writer,
-        stderr=(tmp_path / "log").open("wb"),
-        start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),  # as in the background of a script
-    )
-    os.close(writer)
+    server = Starting(tiny_model, tmp_path)
     time.sleep(moment_s)
-    folders = {environment[FOLDER] for environment in environments(marker) if FOLDER in environment}
-    (os.killpg if is_group else os.kill)(process.pid, number)
-    assert process.wait(15.0) == 128 + number
-    assert environments(marker) == []
+    folders = {environment[FOLDER] for environment in server.environments() if FOLDER in environment}
+    (os.killpg if is_group else os.kill)(server.process.pid, number)
+    assert server.process.wait(15.0) == 128 + number
+    assert server.environments() == []
     assert [folder for folder in folders if Path(folder).exists()] == []
-    assert (tmp_path / "log").read_text() == "interrupted\n"
+    assert server.log.read_text() == "interrupted\n"
 
 
-def test_a_second_signal_stops_at_once(tiny_model: Path, tmp_path: Path) -> None:
-    """Even where a stream is unfinished."""
-    server = Served(tiny_model, tmp_path / "log")
-    server.announcement()
-    folder = server.folder
-    body = {"model": "tiny", "prompt": "Once", "max_tokens": 4000, "stream": True, "ignore_eos": True}
-    with httpx.stream("POST", f"http://127.0.0.1:{server.port}/v1/completions", json=body, timeout=60.0) as reply:
-        next(reply.iter_lines())
-        for _ in range(2):
-            server.process.send_signal(signal.SIGINT)
-            time.sleep(1.5)
-        assert server.process.wait(5.0) == 130
-    assert family(folder) == []
-    assert not Path(folder).exists()
+def test_a_killed_server_leaves_no_process(tiny_model: Path, tmp_path: Path) -> None:
+    """A launcher whose supervisor is killed stops as by a signal."""
+    server = Starting(tiny_model, tmp_path)
+    wait_until(lambda: any("RAY_TMPDIR" in environment for environment in server.environments()), START_TIMEOUT_S)
+    time.sleep(8.0)  # Ray starts
+    server.process.kill()
+    wait_until(lambda: server.environments() == [], seconds=30)
 
 
-def test_a_notebooks_documented_cell_runs_and_a_killed_server_leaves_no_process(
+def test_a_notebooks_documented_cell_runs_and_a_second_signal_stops_its_server_at_once(
     tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A launcher whose supervisor is killed stops as by a signal."""
+    """Even where a stream is unfinished."""
     server_process, port = launch_server_cmd(
         f"""
 python3 -m sglang.launch_server --model {tiny_model} --speculative-algorithm NGRAM \\
@@ -291,25 +307,22 @@ python3 -m sglang.launch_server --model {tiny_model} --speculative-algorithm NGR
         assert "\x1b[1mResponse: " in capsys.readouterr().out
         folder = environment_of(server_process)["RAY_TMPDIR"]
         assert family(folder)
-        server_process.kill()
-        wait_until(lambda: not family(folder), seconds=30)
+        options: Any = {"max_tokens": 2000, "n": 16, "extra_body": {"ignore_eos": True}}  # two fit into the KV pool
+        stream = client.completions.create(model="tiny", prompt="Once", stream=True, **options)
+        assert next(stream).choices[0].finish_reason is None
+        for _ in range(2):
+            server_process.send_signal(signal.SIGINT)
+            time.sleep(1.5)
+        assert server_process.wait(5.0) == 130
+        assert family(folder) == []
+        assert not Path(folder).exists()
     finally:
         terminate_process(server_process)
 
 
-@pytest.mark.parametrize("name", ["code", "json", "queue"])
-def test_modules_in_the_users_folder_are_not_imported(name: str, tmp_path: Path) -> None:
-    (tmp_path / f"{name}.py").write_text("raise SystemExit('the file in the folder was imported')")
+def test_modules_in_the_users_folder_are_not_imported(tmp_path: Path) -> None:
+    for name in ("code", "json", "queue"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the file in the folder was imported')")
     script = Path(sys.executable).parent / "specray"
     asked = subprocess.run([script, "serve", "--print-config"], cwd=tmp_path, capture_output=True, text=True)
     assert (asked.returncode, asked.stderr) == (0, "")
-
-
-def environments(marker: str) -> list[dict[str, str]]:
-    """Of all processes that have the marker in theirs."""
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if marker in (environment := process.environ()):
-                found.append(environment)
-    return found

@@ -5,7 +5,6 @@ import json
 import os
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -13,11 +12,10 @@ import pytest
 
 from specray.bench.ledger import Outcome
 from specray.bench.open_loop import Load, idle_after, run
-from tests.cluster.conftest import KEY, LARGE_APP
+from tests.cluster.conftest import KEY, LONG, Redeployment
 from tests.support.processes import own_processes, wait_until
 
 IDLE_S = 10.0  # for a busy machine; the goal is 2 s
-LONG = {"prompt": "Once", "max_tokens": 1000, "ignore_eos": True, "temperature": 1.0, "seed": 1}
 SPARE = 5  # descriptors that Ray itself opens and closes
 
 
@@ -42,7 +40,7 @@ def warm_app(large_app: Any) -> Any:
 def test_keys_are_required_behind_serves_proxy(large_app: Any) -> None:
     statuses = [httpx.get(f"{large_app.url}{path}").status_code for path in ("/v1/models", "/metrics", "/livez")]
     assert statuses == [401, 401, 200]
-    assert ask(large_app, LONG | {"max_tokens": 2}).status_code == 200
+    large_app.complete(**LONG | {"max_tokens": 2})
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -62,35 +60,25 @@ def test_clients_that_disconnect_at_any_byte_leak_nothing(warm_app: Any, stream:
 
 def descriptors() -> dict[int, int]:
     """Numbers of open files and sockets of the proxy and every replica."""
-    titles = ("ray::ProxyActor", "ray::ServeReplica:large_app:OpenAIIngress", "ray::ServeReplica:large_app:Router")
+    titles = ("ray::ProxyActor", "ray::ServeReplica:app:OpenAIIngress", "ray::ServeReplica:app:Router")
     processes = [process for title in titles for process in own_processes(title)]
     return {process: len(os.listdir(f"/proc/{process}/fd")) for process in processes}
 
 
-def test_a_redeployment_lets_streams_finish(large_app: Any, deployer: Any, key_file: str) -> None:
+def test_a_redeployment_lets_streams_finish(redeployment: Redeployment) -> None:
     """Open streams finish, and every other request is served or refused with Retry-After."""
-    expected = large_app.complete(**LONG)["choices"][0]["text"]
-    new = {"api_key_file": key_file, "request_timeout_s": 500.0}
-    with ThreadPoolExecutor(8) as pool:
-        streams = [pool.submit(ask, large_app, LONG | {"stream": True}) for _ in range(4)]
-        time.sleep(0.5)
-        update = pool.submit(deployer.deploy, "large_app", "/large_app", **LARGE_APP, server=new)
-        others = []
-        while not update.done():
-            others.append(ask(large_app, LONG | {"max_tokens": 5}))
-            time.sleep(0.2)
-        texts = [text_of(stream.result()) for stream in streams]
-    assert texts == [expected] * 4
-    print(f"{len(others)} requests meanwhile: {Counter(reply.status_code for reply in others)}")
-    assert {reply.status_code for reply in others} <= {200, 503}
-    assert all("retry-after" in reply.headers for reply in others if reply.status_code == 503)
-    wait_until(lambda: large_app.http.get("/server_info").status_code == 200, seconds=60.0)
-    assert large_app.http.get("/server_info").json()["server"]["request_timeout_s"] == 500.0
-
-
-def ask(app: Any, body: Any) -> httpx.Response:
-    reply: httpx.Response = app.http.post("/v1/completions", json=body)
-    return reply
+    statuses = Counter(reply.status_code for reply in redeployment.replies)
+    print(f"streams meanwhile: {statuses}")
+    assert set(statuses) <= {200, 503}
+    assert statuses[200] > 2
+    for reply in redeployment.replies:
+        if reply.status_code == 200:
+            assert text_of(reply) == redeployment.expected
+        else:
+            assert "retry-after" in reply.headers
+    app = redeployment.app
+    wait_until(lambda: app.http.get("/server_info").status_code == 200, seconds=60.0)
+    assert app.http.get("/server_info").json()["server"]["request_timeout_s"] == 500.0
 
 
 def text_of(reply: httpx.Response) -> str:

@@ -15,10 +15,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from specray.errors import ConfigError
+from tests.cluster.conftest import LONG
 from tests.support.processes import own_processes
 
 MESSAGES: Any = [{"role": "user", "content": "Say something, é 🎉."}]
-LONG = {"prompt": "Once", "max_tokens": 1000, "ignore_eos": True, "temperature": 1.0, "seed": 1}
 
 
 @pytest.fixture(scope="module")
