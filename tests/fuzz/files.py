@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load_file, save_file
 
+from specray.caches import kernel_cache
 from specray.config import EngineConfig
 from specray.errors import ConfigError, InvalidRequestError
 from specray.layers.parallel import RankGroup
@@ -116,6 +117,7 @@ def _load_mutants(first: int, last: int, seed: int, sender: Connection) -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="specray-fuzz-") as folder:
         root = Path(folder)
+        os.environ["SPECRAY_KERNEL_CACHE"] = str(kernel_cache())  # or the kernels would be compiled again
         os.environ["SPECRAY_CACHE"] = str(root / "cache")  # of converted GGUF files
         bases = {subject.name: root / f"base-{subject.name}" for subject in SUBJECTS}
         for subject in SUBJECTS:

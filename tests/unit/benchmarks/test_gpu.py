@@ -39,22 +39,21 @@ def test_the_speed_of_decode_steps_is_measured(monkeypatch: pytest.MonkeyPatch) 
         found = speed.report(CPU, is_tiny=True)
     assert shown(found, ["variant", "launched", "requests"]) == [
         [name, launched, size]
-        for name in ("plain", "chain of 3, 2.9", "tree of 6, 2.9")
+        for name in ("plain", "tree of 6, 2.9")
         for launched in ("eager", "graphs")
         for size in ("1", "2")
     ]
-    chains = {"plain": 0, "chain of 3, 2.9": 3, "tree of 6, 2.9": 3}
     for name, tokens_per_s, per_step in shown(found, ["variant", "tokens/s", "tokens a step"]):
         assert float(tokens_per_s) > 0
-        assert (2 if chains[name] else 1) <= float(per_step) <= chains[name] + 1
+        assert float(per_step) == 1 if name == "plain" else 2 <= float(per_step) <= 4
     [goal] = [goal for (goal,) in shown(found, ["goal"]) if goal]
     assert goal in (">= 230", ">= 230 (missed)")  # the machine decides
-    assert len(graphs) == 3
+    assert len(graphs) == 2
     assert all({kind for kind, *_ in each.replayed} >= {"forward", "verify"} for each in graphs)
     rows = [(cell.row, cell.column) for cell in found.cells]
     assert ("plain, kernels launched one by one", "1 request") in rows
-    assert ("chain of 3, 2.9 tokens a step", "2 requests") in rows
-    assert len(set(rows)) == len(rows) == 4 * 2
+    assert ("tree of 6, 2.9 tokens a step", "2 requests") in rows
+    assert len(set(rows)) == len(rows) == 3 * 2
     assert [cell.goal for cell in found.cells if cell.goal] == [230]
 
 
