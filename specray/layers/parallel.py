@@ -4,6 +4,7 @@ The collectives are torch.distributed's: gloo on CPUs, NCCL for tensors on GPUs.
 """
 
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,18 @@ from torch import Tensor
 
 _LENGTH_BYTES = 8
 _HEAD_BYTES = 4096  # sent with the length; enough for most steps, so that one broadcast suffices
+
+
+class Part(NamedTuple):
+    """A rank's part of a tensor: the `rows`, one after the other, of the `length` along `dim`."""
+
+    dim: int
+    rows: tuple[slice, ...]
+    length: int
+
+    @property
+    def size(self) -> int:
+        return sum(rows.stop - rows.start for rows in self.rows)
 
 
 class RankGroup:

@@ -138,8 +138,9 @@ class Loader:
                 f"{self._reader.path(name)}: tensor {name} has shape {list(stored)}, but config.json implies "
                 f"{list(shape)}; the weights and the config do not belong together"
             )
-        self._read.add(name)
-        self._bar.update()
+        if name not in self._read:  # not yet, or a part of it
+            self._read.add(name)
+            self._bar.update()
 
     def close(self) -> None:
         self._bar.close()

@@ -1,45 +1,46 @@
-"""Which of transformers' linears and experts a tensor-parallel rank has a part of: the plan of their configuration.
+"""Which of transformers' tensors and experts a tensor-parallel rank has a part of: the plan of their configuration.
 
-Linears that the plan does not split, or splits and gathers again, are whole on every rank.
+Linears that the plan does not split, or splits and gathers again, are whole on every rank. Layers with states are split
+by their heads or channels, whatever the plan says.
 """
 
 import re
 from typing import Any, NamedTuple
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from specray.errors import ConfigError
-from specray.layers.parallel import RankGroup
+from specray.layers.parallel import Part, RankGroup
 from specray.models.llama_shape import check_heads, heads_of_rank
 from specray.models.transformers_layers import is_experts
 from specray.models.transformers_skeleton import decoder_of
-from specray.models.transformers_states import state_layers
+from specray.models.transformers_states import StateLayer, state_layers
 
 _DIM_OF = {"colwise": 0, "rowwise": 1}  # of a weight [out, in]
 
+_LFM2 = {
+    **{f"layers.*.self_attn.{name}_proj": "colwise" for name in ("q", "k", "v")},
+    "layers.*.self_attn.out_proj": "rowwise",
+    **{f"layers.*.feed_forward.{name}": "colwise" for name in ("w1", "w3")},
+    "layers.*.feed_forward.w2": "rowwise",
+    "layers.*.feed_forward.experts": "moe_tp_experts",
+}
 _OWN_PLANS = {  # of configuration classes that have none
     "gpt_oss": {
         **{f"layers.*.self_attn.{name}_proj": "colwise" for name in ("q", "k", "v")},
         "layers.*.self_attn.o_proj": "rowwise",
         "layers.*.mlp.experts": "moe_tp_experts",
-    }
+    },
+    "lfm2": _LFM2,
+    "lfm2_moe": _LFM2,
 }
 
 
-class Part(NamedTuple):
-    """A rank's part of a linear's weight [out, in]: `rows` of the `length` along `dim`."""
-
-    dim: int
-    rows: slice
-    length: int
-
-
 class Split(NamedTuple):
-    """The linears of which a rank has a part, by their path in a causal language model, and the split experts."""
+    """What a rank has a part of in a causal language model."""
 
-    linears: dict[str, Part]
-    experts: set[str]
+    tensors: dict[str, Part]  # parameters by their names
+    experts: set[str]  # by their paths
 
 
 def split_skeleton(model: Any, group: RankGroup) -> Split:
@@ -49,10 +50,6 @@ def split_skeleton(model: Any, group: RankGroup) -> Split:
         return split
     config = model.config.get_text_config(decoder=True)
     kind = config.model_type
-    if state_layers(model):
-        raise ConfigError(
-            f"tp_size={group.size}: the layers of model_type={kind} that keep states run on one rank; set tp_size: 1"
-        )
     plan = getattr(config, "base_model_tp_plan", None) or _OWN_PLANS.get(kind)
     if not plan:
         raise ConfigError(
@@ -65,10 +62,17 @@ def split_skeleton(model: Any, group: RankGroup) -> Split:
         style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", path))
         if type(module) is nn.Linear and style in _DIM_OF:
             part = _part(module, _DIM_OF[style], group, f"{prefix}.{path}", heads.get(path))
-            split.linears[f"{prefix}.{path}"] = part
-            model.set_submodule(f"{prefix}.{path}", _smaller(module, part))
+            split.tensors[f"{prefix}.{path}.weight"] = part
+            if module.bias is not None and part.dim == 0:
+                split.tensors[f"{prefix}.{path}.bias"] = part
         elif style == "moe_tp_experts" and is_experts(module) and not module.has_post_expert_norm:
             split.experts.add(f"{prefix}.{path}")
+        elif isinstance(module, StateLayer):
+            split.tensors.update((f"{prefix}.{path}.{name}", part) for name, part in module.split(group).items())
+    for name, part in split.tensors.items():
+        _shrink(model, name, part)
+    for layer in state_layers(body):
+        layer.plan()
     return split
 
 
@@ -83,16 +87,17 @@ def _heads(body: nn.Module) -> dict[str, tuple[int, int]]:
         head_dim: Any = getattr(module, "head_dim", None)
         linears = {name: part for name, part in module.named_children() if isinstance(part, nn.Linear)}
         kind = getattr(module, "layer_type", None), head_dim
-        if head_dim is None or not linears.keys() >= {"q_proj", "o_proj"}:
+        output = linears.get("o_proj", linears.get("out_proj"))
+        if head_dim is None or "q_proj" not in linears or output is None:
             continue
         if "k_proj" in linears:
             kv_heads[kind] = linears["k_proj"].out_features // head_dim
         elif kind not in kv_heads:
             continue
-        num_heads = linears["o_proj"].in_features // head_dim
+        num_heads = output.in_features // head_dim
         if "v_proj" in linears:  # whose heads may have another size
-            num_heads = linears["o_proj"].in_features * kv_heads[kind] // linears["v_proj"].out_features
-        found |= {f"{path}.{name}_proj": (num_heads, kv_heads[kind]) for name in "qkvo"}
+            num_heads = output.in_features * kv_heads[kind] // linears["v_proj"].out_features
+        found |= {f"{path}.{name}_proj": (num_heads, kv_heads[kind]) for name in ("q", "k", "v", "o", "out")}
     return found
 
 
@@ -103,15 +108,17 @@ def _part(module: nn.Linear, dim: int, group: RankGroup, path: str, heads: tuple
         check_heads(*heads, group.size)
         kind = 1 if name in ("k_proj", "v_proj") else 0
         share, rows = heads_of_rank(*heads, group)[kind], length // heads[kind]
-        return Part(dim, slice(share.start * rows, share.stop * rows), length)
+        return Part(dim, (slice(share.start * rows, share.stop * rows),), length)
     if length % group.size:
         raise ConfigError(f"tp_size={group.size} does not divide the {length} rows of {path}; choose another tp_size")
     size = length // group.size
-    return Part(dim, slice(group.rank * size, (group.rank + 1) * size), length)
+    return Part(dim, (slice(group.rank * size, (group.rank + 1) * size),), length)
 
 
-def _smaller(module: nn.Linear, part: Part) -> nn.Linear:
-    sizes = [module.out_features, module.in_features]
-    sizes[part.dim] = part.rows.stop - part.rows.start
-    with torch.device("meta"):
-        return nn.Linear(sizes[1], sizes[0], bias=module.bias is not None, dtype=module.weight.dtype)
+def _shrink(model: nn.Module, name: str, part: Part) -> None:
+    path, _, key = name.rpartition(".")
+    module = model.get_submodule(path)
+    whole: Tensor = getattr(module, key)
+    module._parameters[key] = nn.Parameter(whole.narrow(part.dim, 0, part.size).clone(), requires_grad=False)
+    if isinstance(module, nn.Linear) and key == "weight":
+        module.out_features, module.in_features = module.weight.shape

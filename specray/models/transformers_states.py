@@ -6,12 +6,14 @@ lies between them to the states of the pass. See `specray.ops.states`.
 
 from collections.abc import Sequence
 from contextvars import ContextVar
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from specray.errors import ConfigError
+from specray.layers.parallel import Part, RankGroup
 from specray.ops.device_ops import ops_on
 from specray.ops.states import StateOperation, StateRows, States, StateShape
 from specray.ops.states_torch import Convolution, DeltaNet
@@ -38,6 +40,17 @@ class StateLayer(nn.Module):
         """Takes the parts of `module`."""
         super().__init__()
         self._modules, self._parameters = module._modules, module._parameters
+
+    def split(self, group: RankGroup) -> dict[str, Part]:
+        """Become a rank's part of the layer: which part of its tensors that is, by their names.
+
+        They have their sizes when `plan` is called. ConfigError if the layer cannot be split.
+        """
+        raise NotImplementedError
+
+    def plan(self) -> None:
+        """Make `operations`, for tensors of these sizes."""
+        raise NotImplementedError
 
     @property
     def operations(self) -> Sequence[StateOperation]:
@@ -109,6 +122,19 @@ class GatedDeltaNet(StateLayer):
                 f"{self.v_dim}; value heads must be a multiple of key heads, and all positive: correct "
                 "linear_num_*_heads and linear_*_head_dim in config.json"
             )
+        self.plan()
+
+    def split(self, group: RankGroup) -> dict[str, Part]:
+        if self.num_k_heads % group.size:
+            raise _indivisible(group, self.num_k_heads, "key heads")
+        keys, values = self.num_k_heads * self.k_dim, self.num_v_heads * self.v_dim
+        of_heads = _part(group, self.num_v_heads)
+        parts = {"conv1d.weight": _part(group, keys, keys, values), "A_log": of_heads, "dt_bias": of_heads}
+        parts |= self._split_matrices(group, keys, values)
+        self.num_k_heads, self.num_v_heads = self.num_k_heads // group.size, self.num_v_heads // group.size
+        return parts
+
+    def plan(self) -> None:
         self._convolve, self._delta = _Convolve(self.conv1d, has_silu=True), _Delta(self)
 
     @property
@@ -128,6 +154,16 @@ class GatedDeltaNet(StateLayer):
         qkv, a, b, z = self._project(hidden_states[0])
         return self._output(_run(self._delta, _run(self._convolve, qkv), a, b, z))[None]
 
+    def _split_matrices(self, group: RankGroup, keys: int, values: int) -> dict[str, Part]:
+        """`split` of the matrices; queries and keys have `keys` rows each."""
+        return {
+            "in_proj_qkv.weight": _part(group, keys, keys, values),
+            "in_proj_z.weight": _part(group, values),
+            "in_proj_a.weight": _part(group, self.num_v_heads),
+            "in_proj_b.weight": _part(group, self.num_v_heads),
+            "out_proj.weight": _part(group, values, dim=1),
+        }
+
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(queries, keys and values [T, channels], a, b [T, heads], z [T, values]) of x [T, hidden]."""
         return self.in_proj_qkv(x), self.in_proj_a(x), self.in_proj_b(x), self.in_proj_z(x)
@@ -139,6 +175,13 @@ class GatedDeltaNet(StateLayer):
 
 class Qwen3NextDeltaNet(GatedDeltaNet):
     """Two matrices, whose outputs lie together for each key head."""
+
+    def _split_matrices(self, group: RankGroup, keys: int, values: int) -> dict[str, Part]:
+        return {
+            "in_proj_qkvz.weight": _part(group, 2 * keys + 2 * values),
+            "in_proj_ba.weight": _part(group, 2 * self.num_v_heads),
+            "out_proj.weight": _part(group, values, dim=1),
+        }
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         group = self.num_v_heads // self.num_k_heads
@@ -160,6 +203,11 @@ class OlmoDeltaNet(GatedDeltaNet):
     def gated_norm(self) -> Any:
         return self.o_norm
 
+    def _split_matrices(self, group: RankGroup, keys: int, values: int) -> dict[str, Part]:
+        rows = {"q": keys, "k": keys, "v": values, "g": values, "a": self.num_v_heads, "b": self.num_v_heads}
+        parts = {f"{name}_proj.weight": _part(group, length) for name, length in rows.items()}
+        return parts | {"o_proj.weight": _part(group, values, dim=1)}
+
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         qkv = torch.cat((self.q_proj(x), self.k_proj(x), self.v_proj(x)), -1)
         return qkv, self.a_proj(x), self.b_proj(x), self.g_proj(x)
@@ -174,6 +222,16 @@ class ShortConvolution(StateLayer):
 
     def __init__(self, module: Any) -> None:
         super().__init__(module)
+        self.plan()
+
+    def split(self, group: RankGroup) -> dict[str, Part]:
+        if (size := len(self.conv.weight)) % group.size:
+            raise _indivisible(group, size, "channels")
+        inputs, channels = _part(group, size, size, size), _part(group, size)
+        parts = {"in_proj.weight": inputs, "conv.weight": channels, "out_proj.weight": _part(group, size, dim=1)}
+        return parts if self.conv.bias is None else parts | {"in_proj.bias": inputs, "conv.bias": channels}
+
+    def plan(self) -> None:
         self._convolve = _Convolve(self.conv, has_silu=False)
 
     @property
@@ -198,6 +256,19 @@ _LAYERS: dict[str, type[StateLayer]] = {
     "Lfm2ShortConv": ShortConvolution,
     "Lfm2MoeShortConv": ShortConvolution,
 }
+
+
+def _part(group: RankGroup, *lengths: int, dim: int = 0) -> Part:
+    """A rank's equal share of each of the rows that lie one behind the other."""
+    ends = list(accumulate(lengths, initial=0))
+    shares = [(start, group.share(length)) for start, length in zip(ends, lengths, strict=False)]
+    return Part(dim, tuple(slice(start + share.start, start + share.stop) for start, share in shares), ends[-1])
+
+
+def _indivisible(group: RankGroup, count: int, what: str) -> ConfigError:
+    return ConfigError(
+        f"tp_size={group.size} does not divide the {count} {what} of a layer with states; choose another tp_size"
+    )
 
 
 def replace_state_layers(model: Any) -> None:

@@ -19,7 +19,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 from transformers.pytorch_utils import Conv1D
 
 from specray.errors import ConfigError, first_of
-from specray.layers.parallel import RankGroup
+from specray.layers.parallel import Part, RankGroup
 from specray.models.loading import Loader
 from specray.models.transformers_layers import (
     FlatAttention,
@@ -31,8 +31,9 @@ from specray.models.transformers_layers import (
     computes_rotary_attention,
     is_experts,
 )
-from specray.models.transformers_parallel import Part, Split
+from specray.models.transformers_parallel import Split
 from specray.models.transformers_skeleton import AttentionCall, decoder_of
+from specray.ops.linear import concat
 
 # How checkpoints of image models name a language model that is built alone: packages for their encoders are missing.
 _LANGUAGE_MODEL = re.compile(r"^model\.language_model\.")
@@ -213,7 +214,7 @@ class _Filling:
             self._packed.setdefault(path, {})[key] = self._linear_part(module, name, value)
         else:
             like = getattr(module, key)
-            tensor = self._tensor(name, like, value)
+            tensor = self._tensor(name, like, value, self._split.tensors.get(name))
             if key in module._buffers:
                 module._buffers[key] = tensor
             else:
@@ -262,18 +263,17 @@ class _Filling:
 
     def _summing_group(self, path: str) -> RankGroup | None:
         """The ranks whose results of a linear are added."""
-        part = self._split.linears.get(path)
+        part = self._split.tensors.get(f"{path}.weight")
         return self._loader.group if part is not None and part.dim == 1 else None
 
     def _linear_part(self, module: Any, name: str, value: str | Tensor) -> Any:
-        path, _, key = name.rpartition(".")
-        part = self._split.linears.get(path)
-        if key == "bias":
-            return self._tensor(name, module.bias, value, part if part is not None and part.dim == 0 else None)
+        part = self._split.tensors.get(name)
+        if name.endswith(".bias"):
+            return self._tensor(name, module.bias, value, part)
         if isinstance(value, str) and type(module) is nn.Linear and not self._is_kept(name):
-            rows, dim = (slice(None), 0) if part is None else (part.rows, part.dim)
-            shape = _whole(module.weight, part)
-            return self._loader.weight(value, (shape[0], shape[1]), rows, dim)
+            shape, (rows, dim) = _whole(module.weight, part), _rows(part)
+            parts = [self._loader.weight(value, (shape[0], shape[1]), each, dim) for each in rows]
+            return parts[0] if len(parts) == 1 else concat(*parts)
         tensor = self._tensor(name, module.weight, value, part)
         return tensor.t().contiguous() if isinstance(module, Conv1D) else tensor
 
@@ -283,14 +283,14 @@ class _Filling:
 
     def _tensor(self, name: str, like: Tensor, value: str | Tensor, part: Part | None = None) -> Tensor:
         """A rank's `part` of a tensor, or of the stored one that `value` names; `like` has the result's shape."""
-        shape = _whole(like, part)
-        rows, dim = (slice(None), 0) if part is None else (part.rows, part.dim)
+        shape, (rows, dim) = _whole(like, part), _rows(part)
         dtype = like.dtype
         if dtype == self._loader.dtype and self._is_kept(name):
             dtype = torch.float32
         if isinstance(value, str):
             if dtype == self._loader.dtype:
-                return self._loader.tensor(value, shape, rows, dim)
+                parts = [self._loader.tensor(value, shape, each, dim) for each in rows]
+                return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
             value = self._loader.stored(value, shape)
         elif tuple(value.shape) != shape:
             raise ConfigError(
@@ -298,8 +298,12 @@ class _Filling:
                 f"implies {list(shape)}"
             )
         if part is not None:
-            value = value.narrow(dim, rows.start, rows.stop - rows.start)
+            value = torch.cat([value.narrow(dim, each.start, each.stop - each.start) for each in rows], dim)
         return value.to(self._loader.device, dtype)
+
+
+def _rows(part: Part | None) -> tuple[tuple[slice, ...], int]:
+    return ((slice(None),), 0) if part is None else (part.rows, part.dim)
 
 
 def _whole(like: Tensor, part: Part | None) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from specray.engine.request import EngineRequest
 from specray.llm import LLM
 from specray.outputs import Generation
 from specray.sampling_params import SamplingParams
@@ -82,6 +83,22 @@ def test_stored_states_give_the_text_of_a_new_prompt(dtype: str, folder: Path) -
                 [last] = llm.generate([prompt], params)
                 assert last.choices[0].token_ids == text
             assert num_cached(last) == len(beginning) // 4 * 4
+
+
+@pytest.mark.parametrize("num_sent", [1, 23])
+def test_another_engine_continues_with_the_same_text(
+    num_sent: int, folder: Path, texts: dict[str, list[list[int]]]
+) -> None:
+    """A failed engine had sent some tokens, whose states are lost. Another one computes them as part of the prompt."""
+    known = [prompt + text for prompt, text in zip(PROMPTS, texts["sampled"], strict=True)]
+    found = [text[:num_sent] for text in texts["sampled"]]
+    with make_llm(folder, ScriptedDrafter(DRAWS["half-right"], known)) as llm:
+        for place, (prompt, params) in enumerate(zip(PROMPTS, SAMPLED, strict=True)):
+            llm.engine.enqueue(EngineRequest(str(place), prompt, params, emitted_token_ids=list(found[place])))
+        while llm.engine.has_work:
+            for output in llm.engine.step():
+                found[int(output.request_id)] += output.token_ids
+    assert found == texts["sampled"]
 
 
 def test_a_slot_begins_without_the_states_of_the_request_before(

@@ -81,6 +81,17 @@ def test_two_ranks_of_a_target_with_mtp_layers_equal_one(write: Callable[[Path],
     assert [choice["token_ids"] for choice in together] == [choice.token_ids for choice in alone]
 
 
+def test_two_ranks_with_states_and_a_head_equal_one(tmp_path: Path) -> None:
+    """The second half of the prompts starts from states that the first half stored, on both ranks."""
+    write_decoder("qwen3_5", tmp_path)
+    prompts, params = [PROMPTS[place] for place in (0, 2, 3)], [PARAMS[place] for place in (0, 1, 5)]
+    alone = generate(tmp_path, prompts, [make_sampling_params(**each) for each in params])
+    options = {"page_size": 4, "max_running_requests": 3}
+    together = run_ranks(tmp_path, 2, METHODS["EAGLE3"](tmp_path, tmp_path), prompts * 2, params * 2, **options)
+    assert [choice["token_ids"] for choice in together] == [choice.token_ids for choice in alone] * 2
+    assert all(choice["num_cached_tokens"] > 0 for choice in together[3:])
+
+
 def test_two_ranks_of_a_quantised_checkpoint_equal_one(tmp_path: Path) -> None:
     """The second rank's feed-forward units begin inside a group, whose inputs are not neighbours."""
     method = METHODS_OF_CHECKPOINTS["gptq by activation"]
@@ -101,12 +112,16 @@ def test_ranks_may_have_different_numbers_of_heads(stories: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "size"),
     [("llama", 2), ("phi3", 2), ("gpt_oss", 4), ("gemma4", 4)]
-    + [pytest.param(name, 2, marks=pytest.mark.slow) for name in ("mixtral", "gemma4-moe")],
+    + [("qwen3_5", 2), ("lfm2", 2)]
+    + [
+        pytest.param(name, 2, marks=pytest.mark.slow)
+        for name in ("mixtral", "gemma4-moe", "qwen3_next", "olmo_hybrid", "lfm2_moe")
+    ],
 )
 def test_transformers_modules_on_several_ranks_equal_one(name: str, size: int, tmp_path: Path) -> None:
     """Linears, experts and sinks are split by the configuration's plan; Phi-3's says that attention is not.
 
-    Two of four ranks have the same KV head, or read another layer's.
+    Two of four ranks have the same KV head, or read another layer's. States are split by heads or channels.
     """
     write_decoder(name, tmp_path)
     alone = generate(

@@ -140,6 +140,7 @@ def _lead(
             choice["token_ids"] += output.token_ids
             choice["text"] += output.text
             choice["finish_reason"] = output.finish_reason
+            choice["num_cached_tokens"] = output.usage.num_cached_tokens
             if output.prompt_logprobs is not None:
                 choice["prompt_logprobs"] = output.prompt_logprobs
             assert output.finish_reason is not FinishReason.ERROR, output.error

@@ -17,13 +17,13 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from specray.config import EngineConfig
 from specray.errors import ConfigError
-from specray.layers.parallel import RankGroup
+from specray.layers.parallel import RankGroup, SilentRank
 from specray.models.registry import load_model
 from specray.models.target_model import TargetModel
 from specray.models.transformers_model import transformers_shape
 from specray.models.transformers_parallel import split_skeleton
 from specray.models.transformers_skeleton import AttentionCall, attention_calls, attention_of_pass, build_skeleton
-from specray.models.transformers_states import GatedDeltaNet
+from specray.models.transformers_states import GatedDeltaNet, state_layers
 from specray.ops.cpu.library import kernels
 from specray.spec_decode.model_files import check_model_files
 from tests.support.decoders import SMALL, decoder_config, logits_in_chunks, logits_of, write_decoder
@@ -202,12 +202,29 @@ def test_a_layer_that_reads_another_kv_otherwise_is_named_among_layers_with_stat
 def test_a_rank_has_half_of_the_heads_and_a_plan_is_needed() -> None:
     skeleton = build_skeleton(decoder_config("llama"), torch.float32)
     split = split_skeleton(skeleton, FakeGroup())
-    assert split.linears["model.layers.0.self_attn.o_proj"] == (1, slice(16, 32), 32)
+    assert split.tensors["model.layers.0.self_attn.o_proj.weight"] == (1, (slice(16, 32),), 32)
     assert {(call.num_heads, call.num_kv_heads) for call in attention_calls(skeleton).values()} == {(2, 1)}
     with pytest.raises(ConfigError, match="tp_size=2: transformers has no plan that splits model_type=gpt2"):
         split_skeleton(build_skeleton(decoder_config("gpt2"), torch.float32), FakeGroup())
-    with pytest.raises(ConfigError, match="the layers of model_type=lfm2 that keep states run on one rank"):
-        split_skeleton(build_skeleton(decoder_config("lfm2"), torch.float32), FakeGroup())
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next", "olmo_hybrid", "lfm2"])
+def test_a_rank_has_half_of_the_states(name: str) -> None:
+    whole, half = (build_skeleton(decoder_config(name), torch.float32) for _ in range(2))
+    split_skeleton(half, FakeGroup())
+    sizes = [
+        sum(operation.shape.num_bytes for layer in state_layers(model) for operation in layer.operations)
+        for model in (whole, half)
+    ]
+    assert sizes[0] == 2 * sizes[1] > 0
+
+
+def test_a_layer_with_states_that_cannot_be_split_is_refused() -> None:
+    group = SilentRank(3)
+    with pytest.raises(ConfigError, match="tp_size=3 does not divide the 2 key heads of a layer with states"):
+        split_skeleton(build_skeleton(decoder_config("qwen3_5"), torch.float32), group)
+    with pytest.raises(ConfigError, match="tp_size=3 does not divide the 32 channels of a layer with states"):
+        split_skeleton(build_skeleton(decoder_config("lfm2"), torch.float32), group)
 
 
 def test_ranks_that_cannot_share_a_model_are_refused_before_it_is_loaded(tmp_path: Path) -> None:
