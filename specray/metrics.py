@@ -71,6 +71,13 @@ METRICS = (
         "counter",
         "Requests given up with an error, because engines ended while they computed them.",
     ),
+    Metric("specray_audit_requests_total", "counter", "Finished requests computed again without drafts, and compared."),
+    Metric(
+        "specray_audit_mismatches_total",
+        "counter",
+        "Audited requests whose text depended on their drafts, which is an error.",
+        "drafter",
+    ),
     Metric("specray_steps_total", "counter", "Engine steps."),
     Metric(
         "specray_step_seconds_total",

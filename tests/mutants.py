@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
+AUDIT = "tests/unit/engine/test_audit.py"
 COPIED = ("cluster", "specray", "tests", "benchmarks", "configs", "deploy", "docs", "examples", "pyproject.toml")
 
 
@@ -27,6 +28,7 @@ class Mutant(NamedTuple):
     new: str
     tests: str  # pytest's arguments
     kernels: str = "auto"  # SPECRAY_KERNELS, where another code path than this machine's has the bug
+    audit: str = ""  # keyword of a test of AUDIT that must fail too: audits of a server see the bug
 
 
 MUTANTS = (
@@ -130,11 +132,30 @@ MUTANTS = (
         kernels="torch",
     ),
     Mutant(
+        "verification: noise of all depths at the position of the root",
+        "specray/spec_decode/depth_walk.py",
+        "inputs.lengths[:, None] + torch.arange(",
+        "inputs.lengths[:, None] + 0 * torch.arange(",
+        "tests/unit/spec_decode/test_verifier.py",
+        kernels="torch",
+        audit="llama",
+    ),
+    Mutant(
+        "verification: a tree's nodes have the positions of a chain's",
+        "specray/spec_decode/torch_step_ops.py",
+        "torch.where(node > 0, places_in_kv - node + depth, places_in_kv)",
+        "places_in_kv",
+        "tests/lossless/test_edges.py",
+        kernels="torch",
+        audit="right-last-llama",
+    ),
+    Mutant(
         "states: accepted drafts are not committed",
         "specray/worker/backend.py",
         "                self.runner.states.commit([output.accepted_nodes(row) for row in range(len(rows.states))])\n",
         "                self.runner.states.commit([[] for _ in rows.states])\n",
         "tests/lossless/test_states.py -k qwen3_5-right",
+        audit="qwen3_5",
     ),
     Mutant(
         "states: the last accepted draft is not committed",
@@ -142,6 +163,7 @@ MUTANTS = (
         "output.accepted_nodes(row) for row in",
         "output.accepted_nodes(row)[:-1] for row in",
         "tests/lossless/test_states.py -k qwen3_5-right",
+        audit="qwen3_5",
     ),
     Mutant(
         "states: the first nodes of a tree are committed instead of its path",
@@ -149,6 +171,7 @@ MUTANTS = (
         "            places += [start + node - 1 for node in nodes]\n",
         "            places += range(start, start + len(nodes))\n",
         "tests/lossless/test_states.py -k qwen3_5-right-last",
+        audit="qwen3_5",
     ),
     Mutant(
         "states: the drafts of another request are committed",
@@ -156,6 +179,7 @@ MUTANTS = (
         "            start += count\n",
         "            start += len(nodes)\n",
         "tests/lossless/test_states.py -k qwen3_5-half-right",
+        audit="qwen3_5",
     ),
     Mutant(
         "states: rejected drafts stay",
@@ -163,6 +187,7 @@ MUTANTS = (
         "StateRows.of(slots, lens, rows.num_known, is_fresh, parents, copies)",
         "StateRows.of(slots, lens, lens, is_fresh, parents, copies)",
         "tests/lossless/test_states.py -k qwen3_5-wrong",
+        audit="qwen3_5",
     ),
     Mutant(
         "states: a node continues the node before it instead of its parent",
@@ -170,6 +195,7 @@ MUTANTS = (
         "np.array(trees[row][1 : 1 + length - known]) + first + known - 1",
         "np.arange(first + known - 1, end - 1)",
         "tests/lossless/test_states.py -k qwen3_5-right-last",
+        audit="qwen3_5",
     ),
     Mutant(
         "states: a request begins with the states of another one",
@@ -227,7 +253,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def is_killed(mutant: Mutant) -> bool:
-    """Whether the mutant's tests fail on it."""
+    """Whether the mutant's tests fail on it, and those of audits if it names some."""
     with tempfile.TemporaryDirectory(prefix="specray-mutant-") as folder:
         for part in COPIED:
             if (ROOT / part).is_dir():
@@ -238,9 +264,14 @@ def is_killed(mutant: Mutant) -> bool:
         text = path.read_text(encoding="utf-8")
         assert text.count(mutant.old) == 1, f"{mutant.file} no longer contains {mutant.old!r} once"
         path.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *mutant.tests.split(" ", 2)]
-        environment = os.environ | {"PYTHONPATH": folder, "SPECRAY_KERNELS": mutant.kernels}
-        run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+        runs = [mutant.tests] + [f"{AUDIT} -k {mutant.audit} and honest"] * bool(mutant.audit)
+        return all(_fails(mutant, tests, folder) for tests in runs)
+
+
+def _fails(mutant: Mutant, tests: str, folder: str) -> bool:
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests.split(" ", 2)]
+    environment = os.environ | {"PYTHONPATH": folder, "SPECRAY_KERNELS": mutant.kernels}
+    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     failed = [line for line in run.stdout.splitlines() if line.startswith("FAILED")]
     outcome = failed[0] if failed else f"NOT FOUND (status {run.returncode}): {(run.stdout + run.stderr)[-300:]}"
     print(f"{mutant.name}: {outcome}", flush=True)

@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from math import inf
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import ray
@@ -27,6 +28,7 @@ from cluster.engine.metrics import AcceptanceWindow, Backoff, LogReporter, RayEx
 from cluster.engine.reconciler import DrafterReconciler, drafter_report
 from cluster.process_settings import set_log_level
 from specray.engine.async_engine import AsyncEngine
+from specray.engine.audit import Auditor
 from specray.engine.engine import Engine
 from specray.engine.request import EngineRequest
 from specray.engine.request_log import RequestLog
@@ -72,6 +74,9 @@ class Router:
         self._request_log = _request_log(config.server)
         if (log := self._request_log) is not None:
             engine.on_finish = lambda request: log.add(request, engine.drafter_name)
+        if config.server.audit and _can_audit(engine):
+            keep = log.add if log is not None else lambda *_: None
+            engine.auditor = Auditor(config.server.audit, engine.stats, Random(), keep)
         self._engine = AsyncEngine(engine, self._deliver_from_thread, config.server.stream_interval_ms / 1000)
         self._connections = Connections(self._engine.abort, config.server.metrics_interval_s)
         self._info = _info(config, engine, self._executor.rank_nodes)
@@ -339,6 +344,13 @@ def _start_engine(config: AppConfig) -> tuple[RayExecutor, Engine]:
     logger.info("loading %s on %d ranks", config.model_name, config.tp_size)
     executor = RayExecutor(config)
     return executor, Engine(config.engine, executor, tokenizer)
+
+
+def _can_audit(engine: Engine) -> bool:
+    """Whether texts may be compared at all; the log says why not."""
+    if not engine.capacity.has_one_text:
+        logger.warning("server.audit has no effect: this target's logits depend on the batch, so texts may differ")
+    return engine.capacity.has_one_text
 
 
 def _request_log(server: ServerConfig) -> RequestLog | None:

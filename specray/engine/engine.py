@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.engine.admission import Admission
+from specray.engine.audit import Auditor
 from specray.engine.detokenizer import TextStream
 from specray.engine.draft_budget import DraftBudget, StepTimer, make_budget
 from specray.engine.draft_tracer import DraftTracer
@@ -46,11 +47,14 @@ class Engine:
         self._pending_outputs: list[RequestOutput] = []  # not returned yet; kept if a step fails
         self._entering: Request | None = None  # is being queued
         self.drafter_name = config.speculative.drafter_name or "none"
+        self.auditor: Auditor | None = None  # set it before the first step
         self.on_finish: Callable[[Request], object] | None = None  # called in `step` with each request that ended
 
     @property
     def has_work(self) -> bool:
-        return bool(self._requests or self._pending_outputs or self._in_flight or self.scheduler.has_freed_slots)
+        has_audits = self.auditor is not None and self.auditor.has_work
+        has_requests = bool(self._requests or self._pending_outputs)
+        return has_requests or has_audits or bool(self._in_flight) or self.scheduler.has_freed_slots
 
     def add_request(self, spec: EngineRequest) -> None:
         """Queue a request. Raises InvalidRequestError or QueueFullError; then nothing was queued."""
@@ -98,6 +102,8 @@ class Engine:
         if is_timed:
             self._timer.start(start, is_busy=bool(self._in_flight))
         self._end_overdue()
+        if self.auditor is not None:
+            self._audit(self.auditor)
         while len(self._in_flight) < self.capacity.max_plans and self._submit():
             pass
         if self._in_flight:
@@ -112,7 +118,8 @@ class Engine:
                 self._selector.record_step(computed, result, self._timer.seconds)
             for emitted in computed:
                 self._pending_outputs.append(self._commit(emitted))
-            self._record.step(result, time.perf_counter() - start)
+            if not computed or any(not emitted.request.spec.is_audit for emitted in computed):
+                self._record.step(result, time.perf_counter() - start)
         return self._take_outputs()
 
     def new_budget(self, speculative: SpeculativeConfig, max_draft_tokens: int) -> DraftBudget:
@@ -163,6 +170,15 @@ class Engine:
         self._in_flight.append(plan)
         return True
 
+    def _audit(self, auditor: Auditor) -> None:
+        """Begin an audit while no client's request is there, and end it when one is, or when it has its result."""
+        audit, is_idle = auditor.running, all(request.spec.is_probe for request in self._requests.values())
+        if audit is None:
+            if is_idle and (spec := auditor.start()) is not None:
+                self.enqueue(spec)
+        elif (audit.is_over or not is_idle) and (request := self._requests.get(audit.request_id)) is not None:
+            self._pending_outputs.append(self._end(request, FinishReason.ABORT))
+
     def _end_overdue(self) -> None:
         """Abort running and waiting requests past their deadline, in case their caller no longer can."""
         now = time.monotonic()
@@ -173,7 +189,7 @@ class Engine:
 
     def _take_outputs(self) -> list[RequestOutput]:
         outputs, self._pending_outputs = self._pending_outputs, []
-        return outputs
+        return outputs if self.auditor is None else self.auditor.take(outputs)
 
     def _commit(self, emitted: Emitted) -> RequestOutput:
         """Cut a request's new tokens at its stop conditions and commit the rest; returns the output."""
@@ -219,6 +235,8 @@ class Engine:
         self._record.finished(request, reason)
         if self.on_finish is not None:
             self.on_finish(request)
+        if self.auditor is not None:
+            self.auditor.sample(request, self.drafter_name)
         times = request.times(time.monotonic(), time.time_ns()) if request.spec.reports_times else None
         return _empty_output(request)._replace(finish_reason=reason, error=error, times=times)
 

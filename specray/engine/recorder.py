@@ -96,7 +96,8 @@ class StatsRecorder:
         """Bring the gauges up to date, before a snapshot."""
         usable, cache = scheduler.pool.num_usable, scheduler.cache
         held = usable - scheduler.pool.num_free - cache.num_idle
-        self._stats.set("specray_num_requests_running", len(scheduler.running))
+        num_audits = sum(request.spec.is_audit for request in scheduler.running)
+        self._stats.set("specray_num_requests_running", len(scheduler.running) - num_audits)
         self._stats.set("specray_num_requests_waiting", len(scheduler.waiting))
         self._stats.set("specray_kv_cache_usage_perc", held / usable)
         self._stats.set("specray_kv_cache_cached_perc", cache.num_idle / usable)

@@ -225,7 +225,9 @@ class Scheduler:
         ]
         chosen = self.budget.shares(requests, len(work) - len(requests))
         # A prompt is read although its own request takes no drafts: others may share it.
-        needs_drafter = any(r.spec.draft_limit.allows_drafts or num_tokens > 1 for r, num_tokens, _ in work)
+        needs_drafter = any(
+            r.spec.draft_limit.allows_drafts or (num_tokens > 1 and r.shares_prefix) for r, num_tokens, _ in work
+        )
         runs_drafter = chosen.runs_drafter and needs_drafter
         if not runs_drafter:
             for request, num_tokens, _ in work:
@@ -276,7 +278,8 @@ class Scheduler:
         num_cacheable = len(request.token_ids) - 1  # one token is left to compute
         if request.prompt_logprobs is not None:  # their logits are computed again
             num_cacheable = min(num_cacheable, request.spec.params.prompt_logprobs_start)
-        path = self.cache.match(request.spec.cache_salt, request.token_ids[: num_cacheable + self.cache.lookahead])
+        key = request.token_ids[: num_cacheable + self.cache.lookahead] if request.shares_prefix else []
+        path = self.cache.match(request.spec.cache_salt, key)
         path = self.states.start(request, path)
         self.cache.lock(path)
         request.block_ids = [node.block_id for node in path]
@@ -298,6 +301,8 @@ class Scheduler:
     def _share_full_blocks(self, request: Request) -> None:
         """Insert blocks into the cache as soon as committed tokens fill them."""
         size, path = self.block_size, request.shared_path
+        if not request.shares_prefix:
+            return
         while self.cache.enabled and (len(path) + 1) * size <= request.num_computed_tokens:
             start = len(path) * size
             key = tuple(request.token_ids[start : start + size + self.cache.lookahead])

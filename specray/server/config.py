@@ -132,6 +132,12 @@ class ServerConfig(Options):
     request_log_redacted: bool = Field(
         False, description="Leave all texts out of the request log, which then has lengths and accepted drafts only."
     )
+    audit: float = Field(
+        0.0,
+        ge=0.0,
+        le=1.0,
+        description="Share of finished requests that idle engines compute again without drafts, to compare the texts.",
+    )
     otlp_traces_endpoint: str | None = Field(
         None,
         min_length=1,
@@ -235,6 +241,15 @@ class ServingConfig(EngineConfig):
 
     routing: RoutingOptions = RoutingOptions()
     server: ServerConfig = ServerConfig()
+
+    @model_validator(mode="after")
+    def _check_audit(self) -> Self:
+        if self.server.audit and not self.speculative.ignores_drafts:
+            raise ConfigError(
+                f"server.audit={self.server.audit:g} compares texts with and without drafts, which differ when "
+                "verification is not coupled, is lossy or simulated; set server.audit: 0"
+            )
+        return self
 
     @property
     def fixed_drafter(self) -> str:

@@ -203,6 +203,8 @@ CASES = [
     ("SpecRayRefusing", [series("requests_refused_total", "7+0x40")], False),
     ("SpecRayPoisonRequest", [series("poison_requests_total", "0+0x20 1+0x19")], True),
     ("SpecRayPoisonRequest", [series("poison_requests_total", "2+0x40")], False),
+    ("SpecRayAuditMismatch", [series("audit_mismatches_total", "0+0x20 1+0x19", PLAIN)], True),
+    ("SpecRayAuditMismatch", [series("audit_mismatches_total", "2+0x40", PLAIN)], False),
     ("SpecRayNoCpuKernels", [series("cpu_kernels_absent", "1+0x40")], True),
     ("SpecRayNoCpuKernels", [series("cpu_kernels_absent", "0+0x40")], False),
     ("SpecRayStalled", tokens(1, 0), True),
