@@ -4,6 +4,7 @@ An epoch identifies one start of the target's ranks. Frames of another epoch are
 read as a reply to the current step. Payloads are opaque here.
 """
 
+import select
 import socket
 import struct
 
@@ -42,6 +43,10 @@ class Channel:
             epoch, payload = self._frame()
             if epoch == self._epoch:
                 return payload
+
+    def poll(self, timeout: float | None) -> bool:
+        """Whether a frame has begun to arrive, or the connection was closed, within `timeout` seconds."""
+        return bool(self._buffer) or bool(select.select([self._socket], [], [], timeout)[0])
 
     def close(self) -> None:
         self._socket.close()

@@ -12,12 +12,11 @@ from cluster.process_settings import (
     lower_priority_from_environment,
     set_log_level_from_environment,
 )
-from specray.channel import Channel, ChannelClosedError
+from specray.channel import Channel
 from specray.config import EngineConfig
 from specray.engine.executor import Capacity
 from specray.errors import ConfigError, EngineDeadError
 from specray.heartbeat import HeartbeatFile
-from specray.step_wire import pack, unpack_plan
 from specray.worker.remote_drafter.handshake import DraftEndpoint
 
 if TYPE_CHECKING:
@@ -66,6 +65,7 @@ class TargetActor:
         """
         from specray.worker.memory import STEPPING, enough_memory
         from specray.worker.remote_drafter.source import RemoteDrafts
+        from specray.worker.step_loop import StepLoop
         from specray.worker.warm_up import warm_up
 
         with enough_memory(self._config, STEPPING, EngineDeadError):
@@ -80,7 +80,7 @@ class TargetActor:
             warm_up(self._worker, self._config)
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
                 connection.connect(address)
-                self._serve(Channel(connection, epoch))
+                StepLoop(self._worker).serve(Channel(connection, epoch))
 
     def _load(self, init_method: str | None) -> "Worker":
         # The router imports this module and must not load torch.
@@ -93,13 +93,3 @@ class TargetActor:
             return start_worker(
                 self._config, self._rank, self._config.tp_size, init_method, progress=True, colocate=self._endpoint
             )
-
-    def _serve(self, channel: Channel) -> None:
-        while True:
-            try:
-                plan = unpack_plan(channel.recv())
-                result = self._worker.execute(plan)
-                channel.send(pack(result))
-            except ChannelClosedError:
-                return
-            self._worker.propose()

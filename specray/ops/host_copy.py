@@ -9,13 +9,18 @@ class HostCopy:
 
     def __init__(self, tensor: Tensor) -> None:
         self._copy = tensor.to("cpu", non_blocking=True)  # to page-locked memory
-        self._is_there: torch.Event | None = None
+        self._end: torch.Event | None = None
         if tensor.device.type == "cuda":
-            self._is_there = torch.Event(tensor.device)
-            self._is_there.record()
+            self._end = torch.Event(tensor.device)
+            self._end.record()
+
+    @property
+    def is_there(self) -> bool:
+        """Whether `wait` returns at once."""
+        return self._end is None or self._end.query()
 
     def wait(self) -> Tensor:
         """The copy."""
-        if self._is_there is not None:
-            self._is_there.synchronize()
+        if self._end is not None:
+            self._end.synchronize()
         return self._copy

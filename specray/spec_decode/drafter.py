@@ -173,6 +173,11 @@ class DraftSource(Protocol):
     def take_unsized(self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]) -> "UnsizedTrees | None":
         """The first half of `collect`, which does not wait for the drafter; None if `collect` cannot be divided."""
 
+    def take_next(
+        self, tree: DraftTree, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]
+    ) -> UnsizedTrees:
+        """`take_unsized` of trees that the device has made for these requests: `Pass.drafts`."""
+
     def collect(self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]) -> tuple[DraftTree, list[int]]:
         """(trees, their numbers of nodes on the host) of requests whose last known tokens are `roots`.
 

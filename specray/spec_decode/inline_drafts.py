@@ -37,11 +37,11 @@ class InlineDrafts:
     def submit(self, context: ProposeContext) -> None:
         start = time.perf_counter()
         try:
-            tree = limited(self.drafter.propose(context), context.requests)
+            tree = limited(self.drafter.propose(context), context.draft_limits)
         except DraftFaultError as fault:
             self._faults.append(fault.kind)
             return
-        if context.requests:
+        if context.requests and not context.are_drafts_taken:
             self._pending.put(context.bounds[0][: len(context.requests)], tree)
         self.seconds = time.perf_counter() - start
 
@@ -51,6 +51,12 @@ class InlineDrafts:
     def take_unsized(self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]) -> UnsizedTrees:
         taken = self._pending.take(slots, roots, draft_limits)
         return UnsizedTrees(taken.tree, taken.most_nodes, partial(self._read, taken))
+
+    def take_next(
+        self, tree: DraftTree, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]
+    ) -> UnsizedTrees:
+        self._pending.put(slots, tree)
+        return self.take_unsized(slots, roots, draft_limits)
 
     def _read(self, taken: TakenTrees) -> tuple[DraftTree, list[int]]:
         tree, num_nodes, is_broken = self._pending.read(taken)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from specray.spec_decode.draft_tree import NONE, DraftTree
+from specray.spec_decode.drafter import UnsizedTrees
 from specray.spec_decode.propose_context import ProposeContext
 from specray.step import DrafterUse, DraftFault, DraftLimit
 
@@ -30,6 +31,15 @@ class NoDrafts:
 
     def take_unsized(self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]) -> None:
         """Trees are taken as a whole."""
+
+    def take_next(
+        self,
+        tree: DraftTree,  # noqa: ARG002
+        slots: Tensor,  # noqa: ARG002
+        roots: Tensor,  # noqa: ARG002
+        draft_limits: Sequence[DraftLimit],  # noqa: ARG002
+    ) -> UnsizedTrees:
+        raise AssertionError("no graph of the target drafts")
 
     def collect(self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]) -> tuple[DraftTree, list[int]]:  # noqa: ARG002
         count = roots.shape[0]

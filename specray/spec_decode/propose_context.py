@@ -43,6 +43,15 @@ class ProposeContext:
     # and nothing else. None: it was not captured, or some request is unfinished or committed tokens of its prompt.
     replay: Callable[[], DraftTree] | None = None
 
+    # The trees of `replay` were taken on the device by the next step, which has begun. Drafters only record what they
+    # have read.
+    are_drafts_taken: bool = False
+
+    @property
+    def draft_limits(self) -> list[DraftLimit]:
+        """Those of `requests`."""
+        return [request.draft_limit for request in self.requests]
+
     @cached_property
     def aux_hidden_states(self) -> Tensor | None:
         """[sum of end - start, len(aux_hidden_state_layers) * hidden] of the computed tokens.

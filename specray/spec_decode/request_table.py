@@ -108,6 +108,10 @@ class RequestTable:
         """Token ids, int64 [T]; `slots` and `positions` are int64 [T]."""
         return self.ops.cells(slots, positions, 0)
 
+    def last_tokens(self, slots: Tensor) -> Tensor:
+        """The last known tokens of requests, int64 [B], which the host may not know yet."""
+        return self.tokens_at(slots, self.num_tokens.index_select(0, slots).long() - 1)
+
     def kv_slots_at(self, slots: Tensor, positions: Tensor) -> Tensor:
         """KV slots, int64 [T]."""
         return self.ops.cells(slots, positions, self._width)

@@ -34,7 +34,7 @@ class ShadowTrees:
         What would not be verified, because of a request's limit, does not count. A tree without drafts does, where
         drafts are allowed: the verified drafters' steps without drafts count too.
         """
-        tree = limited(tree, requests)
+        tree = limited(tree, [request.draft_limit for request in requests])
         scores = torch.ones(tree.tokens.shape) if tree.scores is None else tree.scores
         for request, lists, known in zip(requests, tree.to_lists(), scores.tolist(), strict=True):
             limit, num_nodes = request.draft_limit, len(lists.tokens)

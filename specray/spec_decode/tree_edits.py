@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specray.spec_decode.draft_tree import NONE, ROOT, DraftTree
-from specray.spec_decode.propose_context import DraftRequest
+from specray.step import DraftLimit
 
 
 def replace_trees(others: DraftTree, places: Tensor, trees: DraftTree) -> DraftTree:
@@ -59,9 +59,9 @@ def limit_depth(tree: DraftTree, num_steps: Tensor) -> DraftTree:
     return DraftTree(tokens, parents.masked_fill(is_past, NONE), num_nodes, tree.max_depth, probs, scores=scores)
 
 
-def limited(tree: DraftTree, requests: Sequence[DraftRequest]) -> DraftTree:
-    """A drafter's trees for `requests` without levels beyond their limits."""
-    steps = [request.draft_limit.num_steps for request in requests]
+def limited(tree: DraftTree, limits: Sequence[DraftLimit]) -> DraftTree:
+    """A drafter's trees without levels beyond the limits of their requests."""
+    steps = [limit.num_steps for limit in limits]
     if not steps or min(steps) >= tree.max_depth:
         return tree
     return limit_depth(tree, torch.tensor(steps).to(tree.tokens.device))

@@ -6,7 +6,7 @@ the CPU kernels; `graph_backend.py` replays CUDA graphs. The worker does not ask
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -17,6 +17,7 @@ from specray.ops.cpu.steps import TableKernels
 from specray.ops.cpu.verification import Verification, VerifiedTrees
 from specray.ops.step_tensors import LargestLogits
 from specray.spec_decode.draft_tree import DraftTree
+from specray.spec_decode.drafter import UnsizedTrees
 from specray.spec_decode.node_sampler import NodeSampler, coupled
 from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.shard_verifier import verify_shards
@@ -44,6 +45,8 @@ class Pass:
 
     batch: StepBatch
     computed: ForwardOutput
+    # Trees for the next step, which the device makes after this one; None: `DraftSource.submit` makes them.
+    drafts: DraftTree | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,11 @@ class StepOutcome:
 
 
 class StepBackend(Protocol):
-    """One device's way to run a step. `begin` starts it, `finish` has the one copy to the host."""
+    """One device's way to run a step. `begin` starts it, `finish` has the one copy to the host.
+
+    Steps are finished in the order in which they began. One more may begin before the oldest is finished, by
+    `begin_after`, if `can_begin_after`: it takes its tokens, and `Pass.drafts` if there are any, from the device.
+    """
 
     @property
     def runner(self) -> ModelRunner: ...
@@ -81,10 +88,19 @@ class StepBackend(Protocol):
     def begin(self, batch: StepBatch, wants: StepWants) -> Pass: ...
 
     def can_begin_after(self, before: Pass) -> bool:
-        """Whether a step of the same requests without drafts can take its tokens from a pass that still runs."""
+        """Whether a step of the same requests can take its tokens and its drafts from a pass that still runs.
 
-    def begin_after(self, before: Pass) -> Pass:
-        """Start such a step. The table has its KV slots."""
+        Ranks agree on this. If it is True, they exchange nothing in `finish`.
+        """
+
+    def begin_after(self, before: Pass, drafted: UnsizedTrees | None, may_draft: bool) -> Pass:
+        """Start such a step. The table has its KV slots.
+
+        `drafted` are its trees, taken from `before.drafts`; None: it verifies none. `may_draft`: see StepWants.
+        """
+
+    def has_ended(self, started: Pass) -> bool:
+        """Whether `finish` would return without waiting for the device; True where the host helps to compute."""
 
     def wait(self, started: Pass) -> None:
         """Until the pass has ended, where the host can tell before it reads the outcome."""
@@ -117,8 +133,11 @@ class TorchBackend:
     def can_begin_after(self, before: Pass) -> bool:  # noqa: ARG002
         return False
 
-    def begin_after(self, before: Pass) -> Pass:  # noqa: ARG002
+    def begin_after(self, before: Pass, drafted: UnsizedTrees | None, may_draft: bool) -> Pass:  # noqa: ARG002
         raise AssertionError("can_begin_after is False")
+
+    def has_ended(self, started: Pass) -> bool:  # noqa: ARG002
+        return True
 
     def wait(self, started: Pass) -> None:
         """The pass has ended, or the device orders what follows."""
@@ -205,10 +224,12 @@ class KernelBackend(TorchBackend):
         return KernelPass(batch, computed, number, verification)
 
     def can_begin_after(self, before: Pass) -> bool:
-        return isinstance(before.computed.logits, LargestLogits) and before.batch.tree.max_depth == 0
+        is_greedy = isinstance(before.computed.logits, LargestLogits)
+        return self._group.size == 1 and is_greedy and before.batch.tree.max_depth == 0
 
-    def begin_after(self, before: Pass) -> KernelPass:
+    def begin_after(self, before: Pass, drafted: UnsizedTrees | None, may_draft: bool) -> KernelPass:  # noqa: ARG002
         assert isinstance(before, KernelPass)
+        assert drafted is None
         number, computed = self.runner.begin_after(before.number, self._ops.struct, before.batch.rows.slots)
         return KernelPass(before.batch.decoding(), computed, number)
 

@@ -46,7 +46,6 @@ class DecodeGraphs:
         self._graphs, self._runner, self._table, self._drafts = graphs, runner, table, drafts
         self._drafter, self._sampler = drafter, sampler
         self._max_rows = max_rows
-        self._has_drafted = False  # in the last `verify`
         # Whether the trees of the next step are those of a graph, so that they mostly have the nodes that limits allow.
         self.were_drafts_taken = False
         self._max_nodes, self._layers = 0, tuple[int, ...]()  # that graphs were captured for
@@ -82,31 +81,33 @@ class DecodeGraphs:
             list(range(0, len(batch.num_nodes) * bucket.nodes, bucket.nodes)),
         )
 
-    def verify(self, batch: StepBatch, bucket: Bucket, drafts: bool) -> CopiedOutcome:
+    def verify(self, batch: StepBatch, bucket: Bucket, may_draft: bool) -> tuple[CopiedOutcome, DraftTree | None]:
         """Verify the trees of the last `forward` and keep the accepted paths.
 
-        `drafts`: all rows may get drafts. If those of the last step were taken, the device goes on with them, and
-        nobody has to take them.
+        `may_draft`: all rows may get drafts. If those of the last step were taken, the device goes on with them, and
+        nobody has to take them: they are the trees that are returned.
         """
         is_filtered, draft = self._step.is_sharded and _is_filtered(batch), _draft_key(batch, bucket)
         self._graphs.replay(("verify", bucket, _is_sampled(batch), is_filtered))
         outcome = self._step.outcome(bucket, len(batch.num_nodes))
-        self._has_drafted = drafts and self.were_drafts_taken and draft in self._graphs
+        goes_on = may_draft and self.were_drafts_taken and draft in self._graphs
         self.were_drafts_taken = False
-        if self._has_drafted:
-            self._graphs.replay(draft)
-        return outcome
+        if not goes_on:
+            return outcome, None
+        self._graphs.replay(draft)
+        return outcome, self._step.drafts(len(batch.num_nodes))
 
-    def draft(self, batch: StepBatch, bucket: Bucket) -> Callable[[], DraftTree] | None:
-        """What drafts for the next step after `verify`; None if no graph does."""
+    def draft(self, batch: StepBatch, bucket: Bucket, drafts: DraftTree | None) -> Callable[[], DraftTree] | None:
+        """What drafts for the next step after `verify`, which returned `drafts`; None if no graph does."""
         if _draft_key(batch, bucket) not in self._graphs:
             return None
-        return lambda: self._take_drafts(batch, bucket)
+        return lambda: self._take_drafts(batch, bucket, drafts)
 
-    def _take_drafts(self, batch: StepBatch, bucket: Bucket) -> DraftTree:
-        if not self._has_drafted:
-            self._graphs.replay(_draft_key(batch, bucket))
+    def _take_drafts(self, batch: StepBatch, bucket: Bucket, drafts: DraftTree | None) -> DraftTree:
         self.were_drafts_taken = True
+        if drafts is not None:
+            return drafts
+        self._graphs.replay(_draft_key(batch, bucket))
         return self._step.drafts(len(batch.num_nodes))
 
     @torch.inference_mode()

@@ -3,6 +3,7 @@
 import time
 from dataclasses import dataclass
 
+from specray.spec_decode.drafter import UnsizedTrees
 from specray.spec_decode.node_sampler import NodeSampler
 from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.verifier import can_verify_padded
@@ -32,7 +33,7 @@ class GraphBackend:
 
     @property
     def starts_passes(self) -> bool:
-        return self._eager.starts_passes
+        return True
 
     @property
     def compiles_kernels(self) -> bool:
@@ -62,19 +63,33 @@ class GraphBackend:
         if not verifies:
             self._graphs.were_drafts_taken = False
             return GraphPass(batch, computed, bucket, None)
-        return GraphPass(batch, computed, bucket, self._graphs.verify(batch, bucket, wants.may_draft))
+        outcome, drafts = self._graphs.verify(batch, bucket, wants.may_draft)
+        return GraphPass(batch, computed, bucket, outcome, drafts=drafts)
 
     def can_begin_after(self, before: Pass) -> bool:
-        return isinstance(before, GraphPass) and before.outcome is not None and before.batch.tree.max_depth == 0
+        if not isinstance(before, GraphPass) or before.outcome is None:
+            return False
+        return before.drafts is not None or before.batch.tree.max_depth == 0
 
-    def begin_after(self, before: Pass) -> GraphPass:
+    def begin_after(self, before: Pass, drafted: UnsizedTrees | None, may_draft: bool) -> GraphPass:
         assert isinstance(before, GraphPass)
         assert before.outcome is not None
-        batch, bucket = before.batch, before.bucket
         self._table.flush()
-        batch = batch._replace(tree=batch.tree._replace(tokens=before.outcome.first_tokens))
+        if drafted is None:
+            batch = before.batch._replace(tree=before.batch.tree._replace(tokens=before.outcome.first_tokens))
+        else:
+            batch = before.batch._replace(
+                tree=drafted.tree, num_nodes=drafted.most_nodes, wait_for_sizes=drafted.wait_for_sizes
+            )
+            self._graphs.were_drafts_taken = True
+        bucket = self._graphs.bucket(batch)
+        assert bucket is not None, "the step before had one"
         computed = self._graphs.forward(batch, bucket, returns_logits=False)
-        return GraphPass(batch, computed, bucket, self._graphs.verify(batch, bucket, drafts=False))
+        outcome, drafts = self._graphs.verify(batch, bucket, may_draft)
+        return GraphPass(batch, computed, bucket, outcome, drafts=drafts)
+
+    def has_ended(self, started: Pass) -> bool:
+        return not isinstance(started, GraphPass) or started.outcome is None or started.outcome.is_there
 
     def wait(self, started: Pass) -> None:
         """The device orders what follows."""
@@ -85,4 +100,6 @@ class GraphBackend:
         batch = started.batch.with_sizes()
         output = started.outcome.output()
         end = time.perf_counter()
-        return StepOutcome(batch, output, started.computed, end, self._graphs.draft(batch, started.bucket))
+        return StepOutcome(
+            batch, output, started.computed, end, self._graphs.draft(batch, started.bucket, started.drafts)
+        )

@@ -72,6 +72,11 @@ class CopiedOutcome:
         """The first tokens that rows emitted, int64 [R, 1], on the device, until the next step's verification."""
         return self._device[:, _NUM_COUNTS : _NUM_COUNTS + 1]
 
+    @property
+    def is_there(self) -> bool:
+        """Whether the copy is complete."""
+        return self._host.is_there
+
     def output(self) -> StepOutput:
         """Waits for the copy."""
         return StepOutput(self._device, self._host.wait().tolist(), {})

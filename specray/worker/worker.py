@@ -1,13 +1,15 @@
 """One rank of the target: executes plans and submits the next step's drafts.
 
-`execute` is the whole speculative step, `begin` and `finish` are its halves. A step without drafts may begin before the
-one before is finished: its forward pass takes the tokens from that one's. All ranks run the same code on rank 0's plan
-and outcome of verification, and on its trees where theirs may not be equal, so ranks cannot diverge.
+`execute` is the whole speculative step, `begin` and `finish` are its halves. A step may begin early, before the one
+before is finished: its forward pass takes the tokens, and the trees that a graph drafted, from the device. All ranks
+run the same code on rank 0's plan and outcome of verification, and on its trees where theirs may not be equal, so ranks
+cannot diverge.
 """
 
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -20,6 +22,7 @@ from specray.spec_decode.drafter import DraftSource
 from specray.spec_decode.propose_context import ProposeContext
 from specray.spec_decode.request_state import RequestState
 from specray.spec_decode.request_table import RequestTable
+from specray.spec_decode.tree_edits import limited
 from specray.spec_decode.verifier import needs_walk
 from specray.step import DraftLimit, RequestResult, StepPlan, StepResult, StepTimes
 from specray.step_wire import pack, unpack_plan
@@ -31,6 +34,9 @@ from specray.worker.input_batch import ScheduledBatch, StepBatch
 from specray.worker.prompt_logprobs import compute_prompt_logprobs
 from specray.worker.step_output import StepOutput, with_traces
 
+# Commands to ranks above 0. The first two come before a plan. They finish a step without a command if none can begin
+# early after it, and when one has begun early after it.
+_BEGIN, _BEGIN_EARLY, _FINISH = b"\0", b"\1", b"\2"
 NO_DRAFTS = DraftLimit(0, 0)
 NOT_A_NUMBER = "the model's output for this request is NaN or infinite, so no token can be sampled"
 
@@ -46,6 +52,7 @@ class StartedStep(NamedTuple):
     slots: Sequence[int] = ()  # slots of all rows of the plan, on rank 0
     deferred: Mapping[int, RequestResult] = {}  # results of requests that do not run, by slot
     is_early: bool = False  # it began before the step before it was finished
+    are_drafts_taken: bool = False  # by the next step, which began early
 
     @property
     def has_ended(self) -> bool:
@@ -97,7 +104,7 @@ class Worker:
 
     def prepare(self) -> None:
         """Capture CUDA graphs for the trees of the drafter; all ranks call it together."""
-        if self._group.size > 1:
+        if self._shares_trees:
             adopt_sizes(self.drafts, broadcast_sizes(self._group, DraftSizes.of(self.drafts)))
         self._backend.prepare()
 
@@ -127,24 +134,34 @@ class Worker:
     def can_begin(self, plan: StepPlan) -> bool:
         """Whether `begin` may start this step now, though another one may not be finished.
 
-        Then both decode the same requests without drafts, and the second pass takes the tokens from the first one.
+        Then both decode the same requests, and the second pass takes the tokens from the first one. It has no drafts,
+        or those that the device made after the first one.
         """
         if not self._started:
             return True
         before, *others = self._started
-        if others or self._group.size > 1 or plan.new_requests or plan.freed_slots:
+        if others or plan.new_requests or plan.freed_slots:
             return False
         if before.started is None or not before.started.batch.rows.are_all_sampling:
             return False
         states = before.started.batch.rows.states
         if [row.slot for row in plan.rows] != [state.slot for state in states] or any(map(needs_result, states)):
             return False
-        return self._drafts_nothing(before.plan, plan) and self._backend.can_begin_after(before.started)
+        has_drafts = before.started.drafts is not None and self._knows_drafts(plan)
+        return (has_drafts or self._drafts_nothing(before.plan, plan)) and self._backend.can_begin_after(before.started)
+
+    def has_result(self) -> bool:
+        """Whether `finish` would return at once."""
+        started = self._started[0].started
+        return started is None or self._backend.has_ended(started)
 
     def finish(self) -> StepResult:
         """The result of the oldest step that was started."""
         with self._inference:
-            return self._finish(self._started.popleft())
+            step = self._started.popleft()
+            if self._group.size > 1 and not self._started and self._may_be_followed(step):
+                self._group.broadcast_bytes(_FINISH)
+            return self._finish(step)
 
     def propose(self) -> None:
         """Draft for the next step; called after `finish`."""
@@ -155,11 +172,31 @@ class Worker:
     def run_loop(self) -> None:
         """Run the plans of rank 0 until the group breaks; for ranks above 0."""
         while True:
-            self._finish(self._begin(unpack_plan(self._group.broadcast_bytes(None))))
-            self.propose()
+            data = self._group.broadcast_bytes(None)
+            command = data[:1]
+            if command != _FINISH:
+                plan = unpack_plan(data[1:])
+                self._started.append(self._begin_after(plan) if command == _BEGIN_EARLY else self._begin(plan))
+            if command != _BEGIN:
+                self._end_oldest()
+            if self._started and not self._may_be_followed(self._started[-1]):
+                self._end_oldest()
 
     def close(self) -> None:
         self._group.close()
+
+    def _knows_drafts(self, plan: StepPlan) -> bool:
+        """Whether a step can verify the drafts of the one before without the host, on all ranks."""
+        return not self._shares_trees and not any(row.draft_limit.min_score for row in plan.rows)
+
+    def _may_be_followed(self, step: StartedStep) -> bool:
+        """Whether another step may begin early after this one. Ranks agree on this."""
+        return step.started is not None and self._backend.can_begin_after(step.started)
+
+    def _end_oldest(self) -> None:
+        """On ranks above 0, what rank 0 does when it calls `finish` and `propose`."""
+        self._finish(self._started.popleft())
+        self.propose()
 
     def _drafts_nothing(self, *plans: StepPlan) -> bool:
         """Whether these steps neither verify drafts nor make any."""
@@ -169,17 +206,26 @@ class Worker:
 
     def _begin_after(self, plan: StepPlan) -> StartedStep:
         """Start a step over the tokens that the pass before it chooses. See `can_begin`."""
-        start, before = time.perf_counter(), self._started[-1].started
+        start, last = time.perf_counter(), self._started[-1]
+        before, drafted = last.started, None
         assert before is not None
+        if self._group.leads and self._group.size > 1:
+            self._group.broadcast_bytes(_BEGIN_EARLY + pack(plan))
         for row in plan.rows:
             self._table.extend(row.slot, [], row.new_block_ids)
-        return StartedStep(plan, self._backend.begin_after(before), 0.0, start, 0.0, is_early=True)
+        if before.drafts is not None:
+            slots, limits = before.batch.rows.slots, [row.draft_limit for row in plan.rows]
+            tree = limited(before.drafts, [row.draft_limit for row in last.plan.rows])
+            drafted = self.drafts.take_next(tree, slots, self._table.last_tokens(slots), limits)
+            self._started[-1] = last._replace(are_drafts_taken=True)
+        started = self._backend.begin_after(before, drafted, _may_draft(plan))
+        return StartedStep(plan, started, 0.0, start, 0.0, is_early=True)
 
     def _lead(self, plan: StepPlan) -> StartedStep:
         """Start the step on all ranks, without the requests that cannot run."""
         ready, deferred = self._without_deferred(plan)
         if self._group.size > 1:
-            self._group.broadcast_bytes(pack(ready))
+            self._group.broadcast_bytes(_BEGIN + pack(ready))
         return self._begin(ready)._replace(slots=[row.slot for row in plan.rows], deferred=deferred)
 
     def _without_deferred(self, plan: StepPlan) -> tuple[StepPlan, dict[int, RequestResult]]:
@@ -216,7 +262,7 @@ class Worker:
         wants = StepWants(
             self.drafts.aux_hidden_state_layers if plan.runs_drafter and self.drafts.reads_context else (),
             has_grammar,
-            plan.runs_drafter and all(row.draft_limit.allows_drafts for row in plan.rows),
+            _may_draft(plan),
         )
         return StartedStep(plan, self._backend.begin(batch, wants), prepared - start, prepared, draft_seconds)
 
@@ -236,7 +282,11 @@ class Worker:
             return StepResult(plan.step_id, [_deferred(state) for state in states], times)
         outcome = self._backend.finish(started)
         self._last_end = outcome.end
-        results = self._commit(plan, outcome)
+        if step.are_drafts_taken:
+            drafts = started.drafts
+            assert drafts is not None
+            outcome = replace(outcome, replay=lambda: drafts)
+        results = self._commit(plan, outcome, step.are_drafts_taken)
         if deferred:
             ready = iter(results)
             results = [deferred.get(slot) or next(ready) for slot in step.slots]
@@ -245,24 +295,27 @@ class Worker:
         is_absent = self.drafts.max_draft_tokens == 0
         return StepResult(plan.step_id, results, times, faults, uses, self.drafts.take_is_new(), is_absent)
 
-    def _commit(self, plan: StepPlan, outcome: StepOutcome) -> list[RequestResult]:
+    def _commit(self, plan: StepPlan, outcome: StepOutcome, are_drafts_taken: bool) -> list[RequestResult]:
         """Keep the accepted paths in the host's copy, and what the drafter reads of the step."""
         batch, output, computed = outcome.batch, outcome.output, outcome.computed
         rows, prompts = batch.rows, {}
         # Steps in graphs have no hidden states, and compute no token of a prompt but its last.
         if computed.hidden is not None and any(state.prompt_logprobs for state in rows.states):
             prompts = compute_prompt_logprobs(self.model, batch, computed.hidden)
-        starts = [state.num_computed_tokens for state in rows.states] if not plan.runs_drafter else []
+        starts = [state.num_computed_tokens for state in rows.states]
         results = [self._commit_row(batch, output, row, prompts.get(row)) for row in range(len(rows.states))]
         for row, scores in enumerate(self.drafts.scores):
             if not results[row].is_deferred:
                 results[row] = results[row]._replace(draft_scores=scores)
         if any(state.traces_drafts for state in rows.states):
             results = with_traces(results, batch, output)
+        context = None
         if plan.runs_drafter and self.drafts.reads_context:
             took_part = [not result.is_deferred for result in results]
-            self._context = draft_context(self._table, plan, outcome, took_part, self._missed)
-            self._missed = set()
+            context = draft_context(self._table, plan, outcome, took_part, self._missed)
+        # The next step has overwritten the hidden states, which a request that failed makes the drafter read again.
+        if context is not None and not (are_drafts_taken and context.replay is None):
+            self._context, self._missed = replace(context, are_drafts_taken=are_drafts_taken), set()
         elif self.drafts.reads_context:
             for state, first in zip(rows.states, starts, strict=True):
                 written = self._table.host_kv_slots[state.slot, first : state.num_computed_tokens]
@@ -312,6 +365,11 @@ class Worker:
         state.sampling.num_output_tokens = len(state.token_ids) - state.num_prompt_tokens
         num_drafts, nodes = batch.num_nodes[row] - 1, output.accepted_nodes(row)
         return RequestResult(state.slot, tokens, num_drafts, output.logprobs.get(row), None, nodes, prompt_logprobs)
+
+
+def _may_draft(plan: StepPlan) -> bool:
+    """Whether all requests may get drafts after this step."""
+    return plan.runs_drafter and all(row.draft_limit.allows_drafts for row in plan.rows)
 
 
 def needs_result(state: RequestState) -> bool:

@@ -2,20 +2,17 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from specray.engine.request import EngineRequest
 from specray.outputs import Completion
-from specray.sampling_params import SamplingParams
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.inline_drafts import InlineDrafts
 from specray.spec_decode.pending_trees import TakenTrees
-from specray.step import StepPlan, StepResult
+from specray.step import StepPlan
 from specray.testing.conformance import GREEDY, PROMPTS, SAMPLED, require_equal
 from specray.worker.remote_drafter import source
-from specray.worker.worker import Worker
 from tests.support.colocated import Colocated, worker_of
 from tests.support.engine import generate, make_llm
 from tests.support.graph_cases import NAMES, plain_output, require_plain_output
@@ -53,47 +50,6 @@ def test_output_does_not_depend_on_graphs(
     assert recorded.replayed
     never = recorded.captured - recorded.replayed
     assert not never or name in ("NGRAM", "SEVERAL"), never  # n-grams that match are rare
-
-
-def test_a_step_is_launched_before_its_trees_and_the_outcome_before_are_read(
-    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not where the trees were drafted without a graph, in the second step, and after a prompt has joined."""
-    events: list[str] = []
-    greedy = SamplingParams(seed=0, temperature=0.0, max_tokens=30, ignore_eos=True)
-    replay, read, finish = RecordedGraphs.replay, InlineDrafts._read, Worker.finish
-
-    def replayed(recorded: RecordedGraphs, key: Any) -> None:
-        events.append(key[0])
-        replay(recorded, key)
-
-    def was_read(drafts: InlineDrafts, taken: TakenTrees) -> tuple[DraftTree, list[int]]:
-        events.append("read")
-        return read(drafts, taken)
-
-    def finished(worker: Worker) -> StepResult:
-        result = finish(worker)
-        events.append("finished")
-        return result
-
-    with recorded_graphs(), make_llm(toy, speculative=METHODS["EAGLE3"](toy, tmp_path)) as llm:
-        for target, name, wrapped in (
-            (RecordedGraphs, "replay", replayed),
-            (InlineDrafts, "_read", was_read),
-            (Worker, "finish", finished),
-        ):
-            monkeypatch.setattr(target, name, wrapped)
-        llm.engine.add_request(EngineRequest("a", [5, 6, 7], greedy))
-        steps = []
-        for step in range(9):
-            if step == 4:
-                llm.engine.add_request(EngineRequest("b", [7, 8], greedy))
-            events.clear()
-            llm.engine.step()
-            steps.append(list(events))
-    with_prompt, next_one = ["read", "finished"], ["read", "forward", "verify", "finished", "draft"]
-    others = ["forward", "verify", "draft", "read", "finished"]
-    assert steps == [with_prompt, next_one, *[others] * 2, with_prompt, next_one, *[others] * 3]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ A CPU cannot show the wait, but the calls are the same: `tolist`, `numpy`, `item
 has a shape that depends on data.
 """
 
+import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -33,11 +34,12 @@ _READING = {
 
 
 class HostReads(TorchDispatchMode):
-    """Records the reads while it is entered: `places` are their lines, "module.py:line"."""
+    """Records this thread's reads while it is entered: `places` are their lines, "module.py:line"."""
 
     def __init__(self) -> None:
         super().__init__()
         self.places: list[str] = []
+        self._thread = threading.get_ident()
 
     def __enter__(self) -> Self:
         # Reads of CPU tensors that torch does not dispatch.
@@ -69,6 +71,8 @@ class HostReads(TorchDispatchMode):
         return read
 
     def _record(self) -> None:
+        if threading.get_ident() != self._thread:
+            return
         frames = [frame for frame in traceback.extract_stack() if frame.filename.startswith(PACKAGE)]
         if frames:
             place = f"{frames[-1].filename.removeprefix(PACKAGE)}:{frames[-1].lineno}"

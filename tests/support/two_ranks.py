@@ -2,7 +2,6 @@
 
 import contextlib
 import tempfile
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
@@ -14,15 +13,14 @@ import torch
 
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.engine.engine import Engine
-from specray.engine.executor import Capacity
 from specray.engine.request import EngineRequest
 from specray.models.tokenizer import load_tokenizer
 from specray.outputs import FinishReason
 from specray.sampling_params import make_sampling_params
-from specray.step import StepPlan, StepResult
+from specray.step import StepResult
 from specray.worker.startup import start_worker
+from specray.worker.step_loop import StepLoop
 from specray.worker.warm_up import warm_up
-from specray.worker.worker import Worker
 from tests.support.forked import IMPORTED
 from tests.support.graph_stand_in import RecordedGraphs, recorded_graphs
 
@@ -31,30 +29,16 @@ PROCESSES = get_context("forkserver")
 PROCESSES.set_forkserver_preload([__name__, *IMPORTED])
 
 
-class RankZero:
+class RankZero(StepLoop):
     """Executor over this process's worker; plans are sent to the other ranks too."""
 
-    def __init__(self, worker: Worker) -> None:
-        self.num_verified = self.num_emitted = 0  # trees with drafts, and tokens of their steps
-        self._worker = worker
-        self._results: deque[StepResult] = deque()
-
-    @property
-    def capacity(self) -> Capacity:
-        return self._worker.capacity
-
-    def submit(self, plan: StepPlan) -> None:
-        result = self._worker.execute(plan)
-        self._results.append(result)
-        self._worker.propose()
-        emitted = [len(row.token_ids) for row in result.rows if row.num_draft_tokens]
-        self.num_verified, self.num_emitted = self.num_verified + len(emitted), self.num_emitted + sum(emitted)
+    num_verified = num_emitted = 0  # trees with drafts, and tokens of their steps
 
     def collect(self) -> StepResult:
-        return self._results.popleft()
-
-    def close(self) -> None:
-        self._worker.close()
+        result = super().collect()
+        emitted = [len(row.token_ids) for row in result.rows if row.num_draft_tokens]
+        self.num_verified, self.num_emitted = self.num_verified + len(emitted), self.num_emitted + sum(emitted)
+        return result
 
 
 class RankRun(NamedTuple):
@@ -128,6 +112,7 @@ def _lead(
 ) -> RankRun:
     worker = start_worker(config, 0, config.tp_size, address)
     warm_up(worker, config)
+    worker.capacity = worker.capacity._replace(max_plans=1 if config.disable_overlap_schedule else 2)
     num_captures = [each.num_captures for each in graphs]
     rank = RankZero(worker)
     engine = Engine(config, rank, load_tokenizer(Path(config.model)).backend_tokenizer)

@@ -106,7 +106,7 @@ class DraftServer:
         if self._graphs is not None:
             context = replace(context, replay=self._graphs.replay(context))
         try:
-            tree = limited(self._drafter.propose(context), context.requests)
+            tree = limited(self._drafter.propose(context), context.draft_limits)
         except DraftFaultError as fault:
             return DraftReply.failed(order.number, time.perf_counter() - start, fault.kind)
         has_others = self._composite is not None and len(self._composite.members) > 1

@@ -20,7 +20,7 @@ from torch import Tensor
 from specray.channel import Channel, ChannelClosedError
 from specray.errors import ConfigError, EngineDeadError
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.drafter import DraftFaultError
+from specray.spec_decode.drafter import DraftFaultError, UnsizedTrees
 from specray.spec_decode.pending_trees import PendingTrees
 from specray.spec_decode.propose_context import ProposeContext
 from specray.spec_decode.request_table import RequestTable
@@ -107,6 +107,15 @@ class RemoteDrafts:
 
     def take_unsized(self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]) -> None:
         """Trees are taken as a whole."""
+
+    def take_next(
+        self,
+        tree: DraftTree,  # noqa: ARG002
+        slots: Tensor,  # noqa: ARG002
+        roots: Tensor,  # noqa: ARG002
+        draft_limits: Sequence[DraftLimit],  # noqa: ARG002
+    ) -> UnsizedTrees:
+        raise AssertionError("no graph of the target drafts")
 
     def collect(self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]) -> tuple[DraftTree, list[int]]:
         self._admit()

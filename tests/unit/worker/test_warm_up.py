@@ -22,11 +22,11 @@ from specray.worker.remote_drafter.handshake import DraftEndpoint
 from specray.worker.remote_drafter.server import make_draft_server, remote_target_view
 from specray.worker.remote_drafter.source import RemoteDrafts
 from specray.worker.startup import start_worker
+from specray.worker.step_loop import StepLoop
 from specray.worker.warm_up import warm_up
 from specray.worker.worker import Worker
 from tests.support.graph_stand_in import RecordedGraphs, recorded_graphs
 from tests.support.methods import METHODS
-from tests.support.two_ranks import RankZero
 
 PARAMS = [
     SamplingParams(temperature=heat, top_p=top_p, seed=0, max_tokens=12, ignore_eos=True)
@@ -73,7 +73,7 @@ def ready_worker(config: EngineConfig, folder: Path, placement: str) -> Iterator
 
 def run_requests(worker: Worker, config: EngineConfig) -> Engine:
     worker.capacity = worker.capacity._replace(max_draft_tokens=worker.drafts.max_draft_tokens)
-    engine = Engine(config, RankZero(worker), load_tokenizer(Path(config.model)).backend_tokenizer)
+    engine = Engine(config, StepLoop(worker), load_tokenizer(Path(config.model)).backend_tokenizer)
     for place, params in enumerate(PARAMS):
         engine.add_request(EngineRequest(str(place), [5, 6, 7 + place], params))
     while engine.has_work:

@@ -1,0 +1,79 @@
+"""The order in which rank 0 runs steps: in this process, or for a router at the other end of a channel."""
+
+import contextlib
+from collections import deque
+
+from specray.channel import Channel, ChannelClosedError
+from specray.engine.executor import Capacity
+from specray.step import StepPlan, StepResult
+from specray.step_wire import pack, unpack_plan
+from specray.worker.worker import Worker
+
+MAX_STARTED = 2  # steps that the device has at once: it does not wait for the host between them
+_POLL_S = 2e-5  # the host waits for the device and for the next plan by turns
+
+
+class StepLoop:
+    """An Executor over the worker in this process: a step begins as soon as its plan is there and the worker can."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._plans: deque[StepPlan] = deque()
+        self._failure: Exception | None = None  # of a step; it is raised when those before it were collected
+
+    @property
+    def capacity(self) -> Capacity:
+        return self._worker.capacity
+
+    def submit(self, plan: StepPlan) -> None:
+        self._plans.append(plan)
+
+    def collect(self) -> StepResult:
+        result = self._finish()
+        self._go_on()
+        return result
+
+    def serve(self, channel: Channel) -> None:
+        """Run the plans that arrive, until the other end closes the channel."""
+        while True:
+            with contextlib.suppress(ChannelClosedError):
+                self._receive(channel)
+                channel.send(pack(self._finish()))
+                self._go_on()  # while the result is on its way
+                continue
+            return
+
+    def close(self) -> None:
+        self._worker.close()
+
+    def _finish(self) -> StepResult:
+        """The result of the oldest step."""
+        self._begin()
+        if self._failure is not None and not self._worker.num_started:
+            raise self._failure
+        return self._worker.finish()
+
+    def _go_on(self) -> None:
+        """After a step: draft for the next one, and begin it if its plan is there."""
+        self._worker.propose()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Start the steps that can be started. One that fails ends itself, not those before."""
+        try:
+            while self._plans and self._failure is None and self._worker.can_begin(self._plans[0]):
+                self._worker.begin(self._plans.popleft())
+        except Exception as failure:
+            self._failure = failure
+
+    def _receive(self, channel: Channel) -> None:
+        """Begin the steps whose plans arrive while the oldest one runs, of which there is one when it returns."""
+        self._begin()
+        while not self._plans and self._failure is None and self._worker.num_started < MAX_STARTED:
+            has_result = bool(self._worker.num_started) and self._worker.has_result()
+            wait = 0.0 if has_result else _POLL_S if self._worker.num_started else None
+            if channel.poll(wait):
+                self.submit(unpack_plan(channel.recv()))
+                self._begin()
+            elif has_result:
+                return

@@ -1,0 +1,181 @@
+"""Steps with drafts begin before the host has the outcome of those before them, in graphs, and the output stays."""
+
+import socket
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specray.channel import Channel
+from specray.config import EngineConfig, SpeculativeConfig
+from specray.engine.engine import Engine
+from specray.engine.executor import Capacity
+from specray.engine.request import EngineRequest
+from specray.models.tokenizer import load_tokenizer
+from specray.sampling_params import SamplingParams
+from specray.step import StepPlan, StepResult
+from specray.step_wire import pack, unpack_result
+from specray.testing.conformance import PROMPTS, SAMPLED, require_equal
+from specray.worker.startup import start_worker
+from specray.worker.step_loop import StepLoop
+from specray.worker.step_output import CopiedOutcome
+from specray.worker.warm_up import warm_up
+from specray.worker.worker import Worker
+from tests.support.engine import generate, make_llm
+from tests.support.graph_stand_in import RecordedGraphs, recorded_graphs
+from tests.support.host_reads import HostReads
+from tests.support.methods import METHODS
+
+EPOCH = 7
+LAUNCH, OUTCOME = "launch", "outcome"
+NAMES = ["EAGLE3", "MTP-stack", "STANDALONE-tree"]
+SOME = slice(0, 4)  # of the prompts
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[tuple[bool, bool]]]:
+    """On the stand-in for graphs, how many steps began early, and with drafts: (early, with drafts) -> steps."""
+    counts: Counter[tuple[bool, bool]] = Counter()
+    begin = Worker.begin
+
+    def counted(worker: Worker, plan: StepPlan) -> None:
+        begin(worker, plan)
+        started = worker._started[-1]
+        if started.started is not None:
+            counts[started.is_early, started.started.batch.tree.max_depth > 0] += 1
+
+    monkeypatch.setattr(Worker, "begin", counted)
+    with recorded_graphs():
+        yield counts
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_output_does_not_depend_on_when_steps_begin(
+    name: str, toy: Path, tmp_path: Path, begun: Counter[tuple[bool, bool]]
+) -> None:
+    plain = generate(toy, PROMPTS[SOME], SAMPLED[SOME], disable_cuda_graph=True, disable_overlap_schedule=True)
+    begun.clear()
+    found = generate(
+        toy, PROMPTS[SOME], SAMPLED[SOME], max_running_requests=2, speculative=METHODS[name](toy, tmp_path)
+    )
+    require_equal(found, plain)
+    assert begun[True, True] > 10, begun
+
+
+def test_as_many_drafts_are_accepted(toy: Path, tmp_path: Path, begun: Counter[tuple[bool, bool]]) -> None:
+    """The drafter has read all that it would have read from the host."""
+    params = SamplingParams(temperature=0.8, seed=1, max_tokens=60, ignore_eos=True)
+    usages = []
+    for is_disabled in (True, False):
+        options = {"speculative": METHODS["EAGLE3"](toy, tmp_path), "disable_overlap_schedule": is_disabled}
+        [choice] = generate(toy, [[5, 6, 7]], params, max_running_requests=1, **options)
+        usages.append(choice.usage)
+        assert bool(begun[True, True]) != is_disabled
+    assert usages[0] == usages[1]
+
+
+def test_the_host_reads_nothing_between_an_outcome_and_the_next_launch(
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: Counter[tuple[bool, bool]]
+) -> None:
+    """Nor does that launch wait for an outcome: the one of step k is read behind the launch of step k + 1."""
+    reads = HostReads()
+    replay, output = RecordedGraphs.replay, CopiedOutcome.output
+
+    def replayed(recorded: RecordedGraphs, key: Any) -> None:
+        if key[0] == "forward":
+            reads.places.append(LAUNCH)
+        replay(recorded, key)
+
+    def was_read(outcome: CopiedOutcome) -> Any:
+        found = output(outcome)
+        reads.places.append(OUTCOME)
+        return found
+
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    with make_llm(toy, max_running_requests=1, speculative=METHODS["EAGLE3"](toy, tmp_path)) as llm:
+        monkeypatch.setattr(RecordedGraphs, "replay", replayed)
+        monkeypatch.setattr(CopiedOutcome, "output", was_read)
+        with reads:
+            llm.generate([[5, 6, 7]], params)
+    events = reads.places
+    early = begun[True, True]
+    assert early > 5
+    num_without_reads = 0
+    since: list[str] | None = None  # events since the last outcome
+    for event in events:
+        if event == OUTCOME:
+            since = []
+        elif event == LAUNCH:
+            num_without_reads += since == []
+            since = None
+        elif since is not None:
+            since.append(event)
+    assert num_without_reads >= early - 1, (num_without_reads, early, events)
+
+
+class RouterSide:
+    """An Executor at the router's end of a channel. `waits` is set while it has no plan to send."""
+
+    def __init__(self, channel: Channel, capacity: Capacity) -> None:
+        self.capacity, self._channel = capacity, channel
+        self.waits = threading.Event()
+
+    def submit(self, plan: StepPlan) -> None:
+        self._channel.send(pack(plan))
+
+    def collect(self) -> StepResult:
+        self.waits.set()
+        result = unpack_result(self._channel.recv(60.0))
+        self.waits.clear()
+        return result
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+@pytest.mark.parametrize("name", [None, "EAGLE3"])
+def test_ranks_behind_a_router_begin_early(
+    name: str | None,
+    toy: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    begun: Counter[tuple[bool, bool]],
+) -> None:
+    plain = generate(toy, PROMPTS[SOME], SAMPLED[SOME], disable_cuda_graph=True, disable_overlap_schedule=True)
+    begun.clear()
+    speculative = SpeculativeConfig() if name is None else METHODS[name](toy, tmp_path)
+    sizes = {"max_total_tokens": 4096, "max_running_requests": 2, "num_threads": 1}
+    config = EngineConfig(model=str(toy), dtype="float32", device="cpu", speculative=speculative, **sizes)
+    worker = start_worker(config)
+    warm_up(worker, config)
+    ours, theirs = socket.socketpair()
+    router = RouterSide(Channel(theirs, EPOCH), worker.capacity._replace(max_plans=2))
+    # A device that is busy until the router has sent all that it can.
+    monkeypatch.setattr(CopiedOutcome, "is_there", property(lambda _: router.waits.wait(0.001) and not ready(ours)))
+
+    def serve() -> None:
+        with torch.inference_mode():
+            StepLoop(worker).serve(Channel(ours, EPOCH))
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    engine = Engine(config, router, load_tokenizer(toy).backend_tokenizer)
+    tokens: dict[str, list[int]] = {}
+    for place, (prompt, params) in enumerate(zip(PROMPTS[SOME], SAMPLED[SOME], strict=True)):
+        engine.add_request(EngineRequest(str(place), prompt, params))
+    while engine.has_work:
+        for output in engine.step():
+            tokens.setdefault(output.request_id, []).extend(output.token_ids)
+    router.close()
+    thread.join(30.0)
+    assert not thread.is_alive()
+    assert [tokens[str(place)] for place in range(len(plain))] == [choice.token_ids for choice in plain]
+    assert begun[True, name is not None] > 5, begun
+
+
+def ready(connection: socket.socket) -> bool:
+    return Channel(connection, EPOCH).poll(0.0)
