@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu check|kernels|speed|overlap|placement`: kernels and CUDA graphs on a GPU.
+"""`python -m benchmarks.gpu check|kernels|speed|overlap|placement|served`: kernels and CUDA graphs on a GPU.
 
 Each part prints a table and saves its figures in `benchmarks/results`. All but check and kernels need specray's
 requirements to run, all need them to save, and none needs Ray or a network.
@@ -21,6 +21,7 @@ PARTS = {
     "speed": "speed",
     "overlap": "overlap",
     "placement": "placement",
+    "served": "served",
 }  # and their modules
 ON_A_CPU = "TRITON_INTERPRET=1 in the environment, --device cpu and --tiny"
 
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     help_of_part = (
         "check: is every kernel right? kernels: how fast is it? speed: of decode steps; overlap: with two plans in "
-        "flight; placement: with the drafter in other processes"
+        "flight; placement: with the drafter in other processes; served: through the router's channel"
     )
     parser.add_argument("part", choices=PARTS, help=help_of_part)
     parser.add_argument("--device", default="cuda", help="cpu needs TRITON_INTERPRET=1 (default: %(default)s)")

@@ -17,7 +17,7 @@ from specray.engine.request import EngineRequest
 from specray.models.tokenizer import load_tokenizer
 from specray.outputs import FinishReason
 from specray.sampling_params import make_sampling_params
-from specray.step import StepResult
+from specray.step import StepPlan, StepResult
 from specray.worker.startup import start_worker
 from specray.worker.step_loop import StepLoop
 from specray.worker.warm_up import warm_up
@@ -114,6 +114,14 @@ def _lead(
     warm_up(worker, config)
     worker.capacity = worker.capacity._replace(max_plans=1 if config.disable_overlap_schedule else 2)
     num_captures = [each.num_captures for each in graphs]
+    num_early, begin = 0, worker.begin
+
+    def counted(plan: StepPlan) -> None:
+        nonlocal num_early
+        num_early += worker.num_started
+        begin(plan)
+
+    worker.begin = counted  # type: ignore[method-assign]
     rank = RankZero(worker)
     engine = Engine(config, rank, load_tokenizer(Path(config.model)).backend_tokenizer)
     for index, (prompt, options) in enumerate(zip(prompts, params, strict=True)):
@@ -129,6 +137,8 @@ def _lead(
             if output.prompt_logprobs is not None:
                 choice["prompt_logprobs"] = output.prompt_logprobs
             assert output.finish_reason is not FinishReason.ERROR, output.error
+    if graphs and config.speculative.algorithm != "NGRAM":
+        assert num_early, "no step began early"
     assert num_captures == [each.num_captures for each in graphs], "a request waited for a capture"
     worker.close()
     return RankRun(choices, rank.num_emitted / max(1, rank.num_verified))

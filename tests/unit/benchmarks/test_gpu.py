@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from benchmarks import results
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import checks, kernels, overlap, placement, speed
+from benchmarks.gpu import checks, kernels, overlap, placement, served, speed
 from benchmarks.gpu.report import Report
 from specray.worker.remote_drafter import source
 from tests.support.graph_stand_in import recorded_graphs
@@ -71,6 +71,16 @@ def test_the_time_of_every_kernel_is_measured() -> None:
         "deterministic products / torch's, time, 1 row",
         "deterministic products / torch's, time, 20 rows",
     ]
+
+
+def test_steps_are_measured_as_they_are_served() -> None:
+    """With the rank in this process and in another one, and its drafter in a third one."""
+    found = served.report(CPU, is_tiny=True)
+    places = [(variant.name, place) for variant in served.TINY.variants for place in served.PLACES]
+    assert [(cell.row.partition(",")[0], cell.column) for cell in found.cells] == [
+        place for place in places if place != ("plain", served.PLACES[2])
+    ]
+    assert all(cell.value > 0 for cell in found.cells)
 
 
 def test_steps_with_two_plans_in_flight_are_measured() -> None:
