@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from specray.layers.module import Layer
 from specray.layers.parallel import RankGroup
 from specray.ops.cpu.matrix import PackedMatrix
-from specray.ops.grouped_weight import Weight
 from specray.ops.linear import make_gated, make_linear
+from specray.ops.quantised_weight import Weight
 
 
 class ColumnParallelLinear(Layer):

@@ -17,7 +17,7 @@ from specray.ops.cpu.matrix import GatedMatrix, PackedMatrix
 from specray.ops.cpu.packed_layers import LayerParts
 from specray.ops.cpu.packed_network import CoarseOutput, Fusion, StateInput
 from specray.ops.cpu.trees import TreeNetwork
-from specray.ops.grouped_weight import Weight
+from specray.ops.quantised_weight import Weight
 
 
 class StateLayers(NamedTuple):

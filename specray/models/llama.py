@@ -13,8 +13,8 @@ from specray.models.causal_lm import CausalLM
 from specray.models.llama_shape import LlamaShape, heads_of_rank
 from specray.models.loading import Loader
 from specray.ops.attention import Attend, FusedAttend
-from specray.ops.grouped_weight import Weight
 from specray.ops.linear import concat, is_row_wise
+from specray.ops.quantised_weight import Weight
 
 
 class Llama(CausalLM):

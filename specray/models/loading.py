@@ -9,7 +9,8 @@ from tqdm import tqdm
 from specray.errors import ConfigError
 from specray.layers.parallel import RankGroup
 from specray.models.weights import WeightReader
-from specray.ops.grouped_weight import GroupedWeight, Weight
+from specray.ops.grouped_weight import GroupedWeight
+from specray.ops.quantised_weight import QuantisedWeight, Weight
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -41,6 +42,7 @@ class Loader:
         self.screens_output = screens_output
         self.group = group or RankGroup()
         self._reader = WeightReader(folder, load_format)
+        self.expanded: list[str] = []  # quantised matrices that were read as tensors
         self._read: set[str] = set()
         self._bar = tqdm(
             total=len(self._reader.names()), desc="loading weights", unit="tensor", disable=not progress or None
@@ -56,6 +58,7 @@ class Loader:
         """
         if (matrix := self._reader.matrix(name)) is not None:
             self._note(name, matrix.shape, shape)
+            self.expanded.append(name)
             rows, columns = (part, slice(None)) if dim == 0 else (slice(None), part)
             return matrix.part(rows, columns, self.device, self.dtype)
         tensor = self.stored(name, shape)
@@ -69,11 +72,15 @@ class Loader:
         return tensor.to(self.device, self.dtype)
 
     def weight(self, name: str, shape: tuple[int, int], part: slice = slice(None), dim: int = 0) -> Weight:
-        """A matrix for a linear layer: the file's own groups if the model is quantised for a CPU, else `tensor`."""
-        grouped = self._grouped(name, shape)
-        if grouped is None:
-            return self.tensor(name, shape, part, dim).contiguous()
-        return grouped.rows(part) if dim == 0 else grouped.columns(*_span(part, shape[1]))
+        """A matrix for a linear layer as it is stored, unless `quantization` asks for another form; else `tensor`.
+
+        If the model is quantised for a CPU, these are the file's own groups.
+        """
+        if (grouped := self._grouped(name, shape)) is not None:
+            return grouped.rows(part) if dim == 0 else grouped.columns(*_span(part, shape[1]))
+        if (weight := self._packed(name, shape, part, dim)) is not None:
+            return weight
+        return self.tensor(name, shape, part, dim).contiguous()
 
     def stored(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Tensor `name` with its stored type, on the CPU. ConfigError if it is missing or does not have `shape`."""
@@ -83,6 +90,8 @@ class Loader:
 
     def any_shape(self, name: str) -> Tensor:
         """Tensor `name`, whose shape the caller checks."""
+        if self._reader.is_quantised(name):
+            self.expanded.append(name)
         tensor = self._reader.get(name)
         self._read.add(name)
         self._bar.update()
@@ -94,8 +103,7 @@ class Loader:
 
     def vocab_weight(self, name: str, shape: tuple[int, int]) -> Weight:
         """`vocab` as a matrix for a linear layer (see `weight`)."""
-        grouped = self._grouped(name, shape) if self.group.size == 1 else None
-        return self.vocab(name, shape) if grouped is None else grouped
+        return self.weight(name, shape) if self.group.size == 1 else self.vocab(name, shape)
 
     def output_name(self, tied: bool) -> str:
         """The tensor of the output matrix: lm_head.weight if it is stored, even if config.json says `tied`.
@@ -130,6 +138,20 @@ class Loader:
             return None  # `tensor` reports a wrong shape
         self._note(name, grouped.shape, shape)
         return grouped
+
+    def _packed(self, name: str, shape: tuple[int, int], part: slice, dim: int) -> QuantisedWeight | None:
+        """`part` of a matrix that stays as it is stored; None if it does not."""
+        stays = self.quantization in (None, "auto") and self.device.type == "cpu"
+        weight = self._reader.packed(name) if stays else None
+        if weight is None or weight.shape != shape:
+            return None  # `tensor` reports a wrong shape
+        own = weight.rows(part) if dim == 0 else weight.columns(*_span(part, shape[1]))
+        if own is None:
+            return None
+        if own.has_nan:
+            raise ConfigError(f"{self._reader.path(name)}: matrix {name} has NaN; the file is damaged: fetch it again")
+        self._note(name, weight.shape, shape)
+        return own.to(self.device)
 
     def _note(self, name: str, stored: tuple[int, ...], shape: tuple[int, ...]) -> None:
         """Count `name` as read. ConfigError if its `stored` shape is not the expected one."""

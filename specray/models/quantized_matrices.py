@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specray.errors import ConfigError
-from specray.ops.grouped_weight import GROUP, GroupedWeight
+from specray.ops.quantised_weight import E2M1_VALUES, E4M3, INT4, INT8, UNIT, QuantisedWeight
 
 _WORD = 32  # bits
 
@@ -26,8 +26,8 @@ class StoredMatrix(Protocol):
     def part(self, rows: slice, columns: slice, device: torch.device, dtype: torch.dtype) -> Tensor:
         """The weights at these places of the first and the second dimension."""
 
-    def grouped(self) -> GroupedWeight | None:
-        """The stored integers and scales for the CPU kernels; None if they have no such format."""
+    def packed(self) -> QuantisedWeight | None:
+        """The weights as they are stored; None if no kernel has their groups."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,18 +65,16 @@ class ScaledMatrix:
             scales = scales.index_select(dim, places) if scales.shape[dim] > 1 else scales
         return weights.mul_(scales).to(dtype)
 
-    def grouped(self) -> GroupedWeight | None:
-        outs, ins = self.shape
-        if self.stored.dtype is not torch.int8 or self.block[1] < ins or ins % GROUP:
+    def packed(self) -> QuantisedWeight | None:
+        (outs, ins), (num_rows, size) = self.shape, self.block
+        group = min(size, ins)
+        if self.stored.dtype is torch.float8_e5m2 or (group < ins and group % UNIT):
             return None
-        ints = (self.stored.to(torch.int16) + 128).to(torch.uint8)
-        scales = self.part_scales().expand(outs, ins // GROUP).contiguous()
-        return GroupedWeight(ins, ints, scales, None, 128, 8)
-
-    def part_scales(self) -> Tensor:
-        """float32 [outs, 1], of a matrix whose blocks have all inputs."""
-        places = torch.arange(len(self.stored)) // self.block[0]
-        return self.scales.float().index_select(0, places)
+        scales = self.scales.index_select(0, torch.arange(outs) // num_rows)
+        codes = self.stored.view(torch.uint8)
+        if self.stored.dtype is torch.int8:
+            return QuantisedWeight(INT8, ins, group, codes ^ 0x80, scales)
+        return QuantisedWeight(E4M3, ins, group, codes, scales)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,24 +138,21 @@ class IntMatrix:
         scales, zeros = (part.to(device).index_select(1, places) for part in self._per_group(rows))
         return (self._ints(rows, columns, device) - zeros).mul_(scales).to(dtype)
 
-    def grouped(self) -> GroupedWeight | None:
-        ins = self.shape[1]
-        size = ins // max(len(self.scales), 1)
-        in_order = torch.arange(ins) // max(size, 1)
-        if not size or size % GROUP or not torch.equal(self.groups, in_order):
+    def packed(self) -> QuantisedWeight | None:
+        ins, code = self.shape[1], INT4 if self.layout.bits == 4 else INT8
+        size = -(-ins // max(len(self.scales), 1))
+        if (size < ins and size % UNIT) or not torch.equal(self.groups, torch.arange(ins) // max(size, 1)):
             return None
-        whole = slice(None)
-        scales, zeros = self._per_group(whole)
-        is_uniform = bool((zeros == zeros[0, 0]).all())
-        lows = None if is_uniform else (scales * -zeros).repeat_interleave(size // GROUP, 1)
-        return GroupedWeight(
-            ins,
-            self._ints(whole, whole, torch.device("cpu")).to(torch.uint8),
-            scales.repeat_interleave(size // GROUP, 1),
-            lows,
-            int(zeros[0, 0]) if is_uniform else 0,
-            self.layout.bits,
-        )
+        stored = self._per_group(slice(None))[1].to(torch.uint8)
+        zeros = None if bool(stored.eq(1 << self.layout.bits - 1).all()) else stored
+        return QuantisedWeight(code, ins, size, self._codes(), self.scales.t(), zeros)
+
+    def _codes(self) -> Tensor:
+        """uint8 [outs, bytes], see QuantisedWeight."""
+        if self.layout.packs_inputs:  # in the order of a word's bytes
+            return self.words.t().contiguous().view(torch.uint8)
+        ints = self.layout.unpacked(self.words).t()[: self.shape[0]]
+        return (ints[:, ::2] | ints[:, 1::2] << 4).contiguous()
 
     def _per_group(self, rows: slice) -> tuple[Tensor, Tensor]:
         """(scales, zeros) float32 [outs, groups] of some outputs."""
@@ -212,7 +207,7 @@ class Mxfp4Experts:
             weights[place] = self._expert(expert, device)[:, columns]
         return weights.transpose(1, 2)
 
-    def grouped(self) -> None:
+    def packed(self) -> None:
         """See StoredMatrix."""
 
     def _expert(self, index: int, device: torch.device) -> Tensor:
@@ -223,8 +218,7 @@ class Mxfp4Experts:
 
 
 _MX_BLOCK, _MX_BIAS = 32, 127
-_E2M1 = [sign * value for sign in (1.0, -1.0) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
-_E2M1_PAIRS = [[_E2M1[byte & 15], _E2M1[byte >> 4]] for byte in range(256)]
+_E2M1_PAIRS = [[E2M1_VALUES[byte & 15], E2M1_VALUES[byte >> 4]] for byte in range(256)]
 _BYTES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 
 

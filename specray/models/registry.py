@@ -244,6 +244,7 @@ def load_model(
                 model = TransformersModel(model_config, loader, positions)
         if group.leads:
             _warn_of_unused(loader, model.shape.num_layers, _architectures(model_config)[0])
+            _say_what_is_expanded(loader)
         return model
     finally:
         loader.close()
@@ -269,6 +270,17 @@ def _warn_of_unused(loader: Loader, num_layers: int, architecture: str) -> None:
             loader.folder,
             architecture,
             first_of(unused),
+        )
+
+
+def _say_what_is_expanded(loader: Loader) -> None:
+    if names := loader.expanded:
+        logger.info(
+            "%d quantised matrices of %s are expanded to %s: %s",
+            len(names),
+            loader.folder,
+            str(loader.dtype).removeprefix("torch."),
+            first_of(names),
         )
 
 

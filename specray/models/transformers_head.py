@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from specray.layers.linear import VocabHead
 from specray.layers.parallel import RankGroup
 from specray.models.transformers_skeleton import holder_of
-from specray.ops.grouped_weight import Weight
+from specray.ops.quantised_weight import Weight
 
 _MOVES = {
     "slice",

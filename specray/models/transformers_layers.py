@@ -22,8 +22,8 @@ from specray.models.transformers_skeleton import (
     unavailable_experts,
 )
 from specray.ops.device_ops import ops_on
-from specray.ops.grouped_weight import Weight
 from specray.ops.linear import concat, is_row_wise, make_gated, make_linear
+from specray.ops.quantised_weight import Weight
 from specray.ops.torch_matrix import Linear
 
 

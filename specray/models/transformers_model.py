@@ -39,9 +39,9 @@ from specray.models.transformers_states import state_layers
 from specray.models.transformers_weights import StoredNames, load_weights
 from specray.ops.attention import Attend, make_zeros
 from specray.ops.cpu.attention import PagedAttend
-from specray.ops.grouped_weight import Weight
 from specray.ops.layer_attention import LayerAttention, pack_kv
 from specray.ops.linear import is_row_wise
+from specray.ops.quantised_weight import Weight
 from specray.ops.states import StatefulAttend, StatePass, StateRows, States
 
 

@@ -21,6 +21,7 @@ from specray.models.gguf_blocks import BLOCKS_FILE, grouped_weight
 from specray.models.quantized_formats import Names, checkpoint_format
 from specray.models.quantized_matrices import StoredMatrix
 from specray.ops.grouped_weight import GroupedWeight
+from specray.ops.quantised_weight import QuantisedWeight
 
 
 class WeightReader:
@@ -41,15 +42,23 @@ class WeightReader:
     def names(self) -> Collection[str]:
         return self._names.plain | self._names.parts.keys()
 
+    def is_quantised(self, name: str) -> bool:
+        return name in self._names.parts
+
     def matrix(self, name: str) -> StoredMatrix | None:
         """Matrix `name` as it is stored, if the checkpoint has it quantised."""
         parts = self._names.parts.get(name)
         return None if self._format is None or parts is None else self._format.matrix(name, parts, self._stored)
 
+    def packed(self, name: str) -> QuantisedWeight | None:
+        """Matrix `name` as a quantised checkpoint stores it; None if it does not, or in a way that no kernel reads."""
+        matrix = self.matrix(name)
+        return None if matrix is None else matrix.packed()
+
     def grouped(self, name: str) -> GroupedWeight | None:
         """Matrix `name` in the groups of a GGUF file or a quantised checkpoint; None if it is not stored so."""
-        if (matrix := self.matrix(name)) is not None:
-            return matrix.grouped()
+        if (weight := self.packed(name)) is not None:
+            return weight.grouped()
         return None if self._blocks is None else self._blocks.get(name)
 
     def get(self, name: str) -> Tensor:

@@ -65,9 +65,6 @@ class GroupedWeight:
         return GroupedWeight(count, self.ints[:, inside], self.scales[:, groups], lows, self.zero, self.bits)
 
 
-Weight = Tensor | GroupedWeight
-
-
 def to_int8(weight: Tensor) -> GroupedWeight:
     """`weight` [outs, ins] of any float type, rounded to 8 bits; inputs are padded with zeros to whole groups."""
     groups = _grouped(weight)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from specray.ops.device_ops import ops_on
-from specray.ops.grouped_weight import GroupedWeight, Weight, concatenated, to_int4
+from specray.ops.grouped_weight import GroupedWeight, concatenated, to_int4
+from specray.ops.quantised_weight import QuantisedWeight, Weight, joined
 from specray.ops.quantization import QUANTIZATIONS, make_fp8_linear
 from specray.ops.torch_matrix import Linear
 from specray.ops.torch_ops import TorchOps
@@ -46,7 +47,7 @@ def make_linear(weight: Weight, bias: Tensor | None = None, quantization: str | 
     stays as it is.
     """
     if quantization == "fp8":
-        assert isinstance(weight, Tensor), "weights that are already quantised run on CPUs"
+        assert isinstance(weight, Tensor), "such weights are loaded expanded"
         return make_fp8_linear(weight, bias)
     return _ops_of(weight).linear(_quantised(weight, quantization), bias, _in_fixed_order.get())
 
@@ -67,9 +68,12 @@ def make_batched(weights: Tensor) -> Linear:
 def concat(*weights: Weight) -> Weight:
     """Weights [.., in] one below the other. If only some are quantised, these are expanded."""
     grouped = [weight for weight in weights if isinstance(weight, GroupedWeight)]
+    quantised = [weight for weight in weights if isinstance(weight, QuantisedWeight)]
     if len(grouped) == len(weights):
         return concatenated(grouped)
-    dtype = next(weight.dtype for weight in weights if isinstance(weight, Tensor))
+    if len(quantised) == len(weights):
+        return joined(quantised)
+    dtype = next((weight.dtype for weight in weights if isinstance(weight, Tensor)), torch.float32)
     return torch.cat([weight if isinstance(weight, Tensor) else weight.float().to(dtype) for weight in weights])
 
 
@@ -80,9 +84,9 @@ def _quantised(weight: Weight, quantization: str | None) -> Weight:
         return weight
     to_groups = QUANTIZATIONS[quantization].round
     assert to_groups is not None, quantization
-    return to_groups(weight)
+    return to_groups(weight if isinstance(weight, Tensor) else weight.float())
 
 
 def _ops_of(weight: Weight) -> TorchOps:
-    """Weights that are already quantised run on CPUs."""
-    return ops_on(weight.device if isinstance(weight, Tensor) else torch.device("cpu"))
+    """A GroupedWeight runs on CPUs."""
+    return ops_on(torch.device("cpu") if isinstance(weight, GroupedWeight) else weight.device)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specray.ops.grouped_weight import Weight
+from specray.ops.quantised_weight import QuantisedWeight, Weight
 
 Linear = Callable[[Tensor], Tensor]
 
@@ -14,7 +14,8 @@ Linear = Callable[[Tensor], Tensor]
 class TorchMatrix:
     """x [T, in] -> x W^T + b [T, out] with torch's matmul.
 
-    Quantised weights are expanded again, once for each type of activations, and activations are not rounded.
+    Activations are not rounded. A GroupedWeight is expanded once for each type of activations, and a QuantisedWeight in
+    each product: it is there to take less memory.
     """
 
     def __init__(self, weight: Weight, bias: Tensor | None = None) -> None:
@@ -25,6 +26,8 @@ class TorchMatrix:
     def __call__(self, x: Tensor) -> Tensor:
         if isinstance(self._weight, Tensor):
             return _product(x, self._weight, self._bias)
+        if isinstance(self._weight, QuantisedWeight):
+            return _product(x, self._weight.float().to(x.dtype), None if self._bias is None else self._bias.to(x.dtype))
         if x.dtype not in self._expanded:
             self._expanded[x.dtype] = self._weight.float().to(x.dtype)
         return _product(x, self._expanded[x.dtype], None if self._bias is None else self._bias.to(x.dtype))

@@ -12,9 +12,9 @@ from specray.ops import states_torch
 from specray.ops.attention import AttentionBackend, move_kv
 from specray.ops.attention_torch import TorchAttention
 from specray.ops.filters import padded_scores, scores
-from specray.ops.grouped_weight import Weight
 from specray.ops.layer_attention import LayerAttention
 from specray.ops.noise import gumbel, noise_keys
+from specray.ops.quantised_weight import Weight
 from specray.ops.sampling_state import GREEDY_BELOW, SamplingBatch
 from specray.ops.states import StateRows
 from specray.ops.states_torch import Convolution, DeltaNet

@@ -12,9 +12,9 @@ namespace specray {
 
 // Rows whose sums fit into registers, more or less.
 #if defined(SPECRAY_AVX512)
-constexpr int MAX_QUANTISED = 8, MAX_FLOATS = 8, MAX_PAIRS = MULTIPLIES_PAIRS ? 14 : 8;
+constexpr int MAX_QUANTISED = 8, MAX_FLOATS = 8, MAX_CODED = 8, MAX_PAIRS = MULTIPLIES_PAIRS ? 14 : 8;
 #else
-constexpr int MAX_QUANTISED = 4, MAX_FLOATS = 6, MAX_PAIRS = 6;
+constexpr int MAX_QUANTISED = 4, MAX_FLOATS = 6, MAX_CODED = 4, MAX_PAIRS = 6;
 #endif
 
 // The same for quantised weights and activations of `numbers` numbers of 8 bits each.
@@ -23,6 +23,7 @@ constexpr int most_quantised(int numbers) { return MULTIPLIES_WORDS ? MAX_QUANTI
 // Rows that `tile_of` multiplies at a time.
 inline int most_rows(int kind) {
   if (kind == BFLOAT16) return MAX_PAIRS;
+  if (is_coded(kind)) return MAX_CODED;
   if (!is_quantised(kind)) return MAX_FLOATS;
   return most_quantised(form_of(kind) == Form::FINE_BYTES ? 2 : 1);
 }
@@ -239,6 +240,159 @@ inline void quantised_tile(
     for (int n = 0; n < N; ++n) store(out[r] + n * WIDTH, sums[r][n]);
 }
 
+// ---- coded weights ------------------------------------------------------------------------------------------------
+
+typedef uint8_t Codes __attribute__((vector_size(LANES)));
+
+// Words of 32 bits of LANES codes, in the order of the channels (see `place_of`): each code beside `high` 16 bits, or a
+// number e4m3 in the place of sign, exponent and first bits of a float.
+#if defined(SPECRAY_AVX512)
+inline void integer_words(Codes codes, int16_t high, Floats* to) {
+  const __m512i wide = _mm512_cvtepu8_epi16(__m256i(codes)), more = _mm512_set1_epi16(high);
+  to[0] = bits_of<Floats>(_mm512_unpacklo_epi16(wide, more));
+  to[1] = bits_of<Floats>(_mm512_unpackhi_epi16(wide, more));
+}
+inline void e4m3_words(Codes codes, Floats* to) {
+  const __m512i wide = _mm512_slli_epi16(_mm512_cvtepi8_epi16(__m256i(codes)), 4);
+  const __m512i high = _mm512_and_si512(wide, _mm512_set1_epi16(int16_t(0x87F0))), low = _mm512_setzero_si512();
+  to[0] = bits_of<Floats>(_mm512_unpacklo_epi16(low, high));
+  to[1] = bits_of<Floats>(_mm512_unpackhi_epi16(low, high));
+}
+#elif defined(SPECRAY_WORDS)
+inline void integer_words(Codes codes, int16_t high, Floats* to) {
+  const __m256i wide = _mm256_cvtepu8_epi16(__m128i(codes)), more = _mm256_set1_epi16(high);
+  to[0] = bits_of<Floats>(_mm256_unpacklo_epi16(wide, more));
+  to[1] = bits_of<Floats>(_mm256_unpackhi_epi16(wide, more));
+}
+inline void e4m3_words(Codes codes, Floats* to) {
+  const __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(__m128i(codes)), 4);
+  const __m256i high = _mm256_and_si256(wide, _mm256_set1_epi16(int16_t(0x87F0))), low = _mm256_setzero_si256();
+  to[0] = bits_of<Floats>(_mm256_unpacklo_epi16(low, high));
+  to[1] = bits_of<Floats>(_mm256_unpackhi_epi16(low, high));
+}
+#else
+inline void integer_words(Codes codes, int16_t high, Floats* to) {
+  for (int i = 0; i < LANES; ++i) to[i / WIDTH][i % WIDTH] = bits_of<float>(uint32_t(high) << 16 | codes[i]);
+}
+inline void e4m3_words(Codes codes, Floats* to) {
+  for (int i = 0; i < LANES; ++i)
+    to[i / WIDTH][i % WIDTH] = bits_of<float>(uint32_t(int32_t(int8_t(codes[i])) << 20) & 0x87F00000u);
+}
+#endif
+
+// The numbers e2m1 that codes below 16 stand for, doubled and plus 12.
+inline Codes e2m1_integers(Codes codes) {
+  alignas(16) static constexpr uint8_t VALUES[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+#if defined(SPECRAY_AVX512)
+  return Codes(_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load<__m128i>(VALUES)), __m256i(codes)));
+#elif defined(SPECRAY_WORDS)
+  return Codes(_mm_shuffle_epi8(load<__m128i>(VALUES), __m128i(codes)));
+#else
+  Codes found;
+  for (int lane = 0; lane < LANES; ++lane) found[lane] = VALUES[codes[lane]];
+  return found;
+#endif
+}
+
+// How LANES bytes become floats: a weight is scale * FACTOR * (number - zero - OFFSET); see `Kind`.
+template <int KIND>
+struct Decoder {
+  static constexpr bool IS_INTEGER = KIND != E4M3;
+  static constexpr int INPUTS = KIND == E2M1 || KIND == INT4 || KIND == INT4_ZEROS ? 2 : 1;  // of a byte
+  // The exponents of e4m3 are smaller by 120 than a float's. The last bit of floats from 2^23 on is worth 1.
+  static constexpr float FACTOR = KIND == E4M3 ? 0x1p120f : KIND == E2M1 ? 0.5f : 1.0f;
+  static constexpr float OFFSET = IS_INTEGER ? 0x1p23f : 0.0f;
+  static constexpr float ZERO = KIND == INT8 ? 128.0f : KIND == INT4 ? 8.0f : KIND == E2M1 ? 12.0f : 0.0f;
+
+  static inline void decode(Codes codes, Floats (*to)[N]) {
+    if constexpr (INPUTS == 2) {
+      number(codes & 15, to[0]);
+      number(codes >> 4, to[1]);
+    } else {
+      number(codes, to[0]);
+    }
+  }
+
+ private:
+  static inline void number(Codes codes, Floats* to) {
+    if constexpr (KIND == E4M3) {
+      e4m3_words(codes, to);
+    } else {
+      integer_words(KIND == E2M1 ? e2m1_integers(codes) : codes, 0x4B00, to);
+    }
+  }
+};
+
+// The scales of LANES channels in a group.
+inline void read_scales(const uint8_t* block, int type, int group, Floats* to) {
+  for (int n = 0; n < N; ++n) {
+    const int64_t place = int64_t(group) * LANES + n * WIDTH;
+    if (type == FLOAT32) to[n] = load_floats(reinterpret_cast<const float*>(block) + place);
+    if (type == BFLOAT16) to[n] = load_floats(reinterpret_cast<const bfloat16*>(block) + place);
+    if (type == FLOAT16) to[n] = load_floats(reinterpret_cast<const float16*>(block) + place);
+    if (type == E8M0)  // 2^-127 is no normal number
+      for (int i = 0; i < WIDTH; ++i) {
+        const uint32_t byte = block[place + i];
+        to[n][i] = bits_of<float>(byte ? byte << 23 : 0x00400000u);
+      }
+  }
+}
+
+// R rows from `first` with one block of coded weights. Their sums have the bits of `dense_tile`'s with the same weights.
+template <int R, int KIND>
+inline void coded_tile(const Matrix& matrix, const uint8_t* block, const Rows& rows, int first, Fetch fetch, Tile& out) {
+  typedef Decoder<KIND> Decode;
+  constexpr int LOADS = LINE / LANES;  // of a cache line
+  const uint8_t *zeros = block + first_zero(matrix), *codes = block + first_weight(matrix);
+  const float* x[R];
+  for (int r = 0; r < R; ++r) x[r] = rows.floats(first + r);
+  Floats sums[R][N] = {};
+  for (int begin = 0, group = 0; begin < matrix.ins; begin += matrix.group, ++group) {
+    Floats scale[N], zero[N];
+    read_scales(block, matrix.scale_type, group, scale);
+    for (int n = 0; n < N; ++n) {
+      typedef uint8_t Small __attribute__((vector_size(WIDTH)));
+      scale[n] *= Decode::FACTOR;
+      zero[n] = splat(Decode::ZERO + Decode::OFFSET);
+      if (has_zeros(KIND)) zero[n] += to_floats(__builtin_convertvector(load<Small>(zeros + group * LANES + n * WIDTH), Ints));
+    }
+    const int end = std::min(matrix.ins, begin + matrix.group);
+    for (int i = begin; i < end; i += LOADS * Decode::INPUTS) {
+#pragma GCC unroll 4
+      for (int k = 0; k < LOADS; ++k, codes += LANES) {
+        Floats w[Decode::INPUTS][N];
+        Decode::decode(load<Codes>(codes), w);
+#pragma GCC unroll 2
+        for (int j = 0; j < Decode::INPUTS; ++j) {
+#pragma GCC unroll 4
+          for (int n = 0; n < N; ++n) w[j][n] = (Decode::IS_INTEGER ? w[j][n] - zero[n] : w[j][n]) * scale[n];
+#pragma GCC unroll 8
+          for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+            for (int n = 0; n < N; ++n) sums[r][n] += w[j][n] * x[r][i + k * Decode::INPUTS + j];
+          }
+        }
+      }
+      fetch.advance(LINE);
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int n = 0; n < N; ++n) store(out[r] + n * WIDTH, sums[r][n]);
+}
+
+// Calls `work` with a coded kind as a constant.
+template <class Work>
+inline void with_code(int kind, const Work& work) {
+  switch (kind) {
+    case E4M3: return work(std::integral_constant<int, E4M3>());
+    case E2M1: return work(std::integral_constant<int, E2M1>());
+    case INT8: return work(std::integral_constant<int, INT8>());
+    case INT4: return work(std::integral_constant<int, INT4>());
+    case INT8_ZEROS: return work(std::integral_constant<int, INT8_ZEROS>());
+    case INT4_ZEROS: return work(std::integral_constant<int, INT4_ZEROS>());
+  }
+}
+
 // Calls `work` with the number of rows, from R up to MOST, as a constant.
 template <int MOST, int R = 1, class Work>
 inline void with_rows(int count, const Work& work) {
@@ -256,6 +410,13 @@ inline void tile_of(
     return with_format(matrix.kind, [&](auto format) {
       with_rows<most_quantised(format.NUMBERS)>(count, [&](auto num_rows) {
         quantised_tile<num_rows.value, decltype(format)>(block, rows, first, ins, matrix.zero, fetch, out);
+      });
+    });
+  }
+  if (is_coded(matrix.kind)) {
+    return with_code(matrix.kind, [&](auto kind) {
+      with_rows<MAX_CODED>(count, [&](auto num_rows) {
+        coded_tile<num_rows.value, kind.value>(matrix, block, rows, first, fetch, out);
       });
     });
   }

@@ -41,27 +41,40 @@ const char* specray_layouts() {
   return text.c_str();
 }
 
-int64_t specray_block_bytes(int32_t kind, int32_t ins) { return block_bytes(kind, ins); }
+int64_t specray_block_bytes(const Matrix* matrix) { return block_bytes(*matrix); }
 
 // Packs rows float32 [count, ins] into blocks `block`, `block + step`, … of a dense matrix.
-void specray_pack_dense(
-    int32_t kind, const float* rows, int64_t count, int32_t ins, uint8_t* data, int64_t block, int64_t step) {
+void specray_pack_dense(const Matrix* matrix, const float* rows, int64_t count, uint8_t* data, int64_t block, int64_t step) {
   for (int64_t first = 0; first < count; first += LANES, block += step) {
     const int lanes = int(std::min<int64_t>(LANES, count - first));
-    pack_dense(kind, rows + first * ins, lanes, ins, data + block * block_bytes(kind, ins));
+    pack_dense(*matrix, rows + first * matrix->ins, lanes, data + block * block_bytes(*matrix));
   }
 }
 
 // The same for a quantised matrix; see pack_quantised.
 void specray_pack_quantised(
-    int32_t kind, const uint8_t* ints, const float* scales, const float* lows, int64_t count, int32_t ins,
-    uint8_t* data, int64_t block, int64_t step) {
-  const int64_t wide = padded(ins), groups = wide / (kind == Q8_FINE || kind == Q8_FINE_LOW ? 16 : 32);
+    const Matrix* matrix, const uint8_t* ints, const float* scales, const float* lows, int64_t count, uint8_t* data,
+    int64_t block, int64_t step) {
+  const int64_t wide = padded(matrix->ins);
+  const int64_t groups = wide / (matrix->kind == Q8_FINE || matrix->kind == Q8_FINE_LOW ? 16 : 32);
   for (int64_t first = 0; first < count; first += LANES, block += step) {
     const int lanes = int(std::min<int64_t>(LANES, count - first));
     pack_quantised(
-        kind, ints + first * wide, scales + first * groups, lows ? lows + first * groups : nullptr, lanes, ins,
-        data + block * block_bytes(kind, ins));
+        *matrix, ints + first * wide, scales + first * groups, lows ? lows + first * groups : nullptr, lanes,
+        data + block * block_bytes(*matrix));
+  }
+}
+
+// The same for a coded matrix; see pack_coded.
+void specray_pack_coded(
+    const Matrix* matrix, const uint8_t* codes, const uint8_t* scales, const uint8_t* zeros, int64_t count,
+    uint8_t* data, int64_t block, int64_t step) {
+  const int64_t wide = has_four_bits(matrix->kind) ? (matrix->ins + 1) / 2 : matrix->ins, groups = num_groups(*matrix);
+  for (int64_t first = 0; first < count; first += LANES, block += step) {
+    const int lanes = int(std::min<int64_t>(LANES, count - first));
+    pack_coded(
+        *matrix, codes + first * wide, scales + first * groups * scale_size(matrix->scale_type),
+        zeros ? zeros + first * groups : nullptr, lanes, data + block * block_bytes(*matrix));
   }
 }
 

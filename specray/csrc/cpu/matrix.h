@@ -6,6 +6,9 @@
 // GGUF's types as they are stored. Activations are rounded to 8 bits in groups of 32; products of a group are summed
 // exactly, as integers. Where weights have 8 bits, activations are sums of two such numbers, except for Q8_ROUGH: one
 // alone would lose more than the weights do. With AVX2 they are numbers of 16 bits there.
+//
+// Coded weights are those of quantised checkpoints as they are stored, w = scale * (code - zero), for groups of inputs.
+// They become float32 in registers, where they are multiplied like weights of float32: nothing is rounded.
 #pragma once
 
 #include "rows.h"
@@ -25,13 +28,23 @@ enum Kind : int32_t {
   Q8_FINE = 9,  // 8 bits, groups of 16, float32 scales
   Q8_FINE_LOW = 10,
   Q8_ROUGH = 11,  // stored like Q8; activations are single numbers of 8 bits
+  E4M3 = 12,      // coded: floats of 8 bits
+  E2M1 = 13,      // floats of 4 bits
+  INT8 = 14,      // zero is 128
+  INT4 = 15,      // zero is 8
+  INT8_ZEROS = 16,  // the same with a zero of each group
+  INT4_ZEROS = 17,
 };
+
+constexpr int32_t E8M0 = 3;  // type of scales, beside FLOAT32, BFLOAT16 and FLOAT16: bytes s that stand for 2^(s - 127)
 
 struct Matrix {
   int32_t kind;
   int32_t outs;  // a multiple of LANES, padding included
   int32_t ins;
   int32_t zero;  // of quantised weights; 0 if they have lows
+  int32_t group;       // inputs that share a scale of coded weights, a multiple of 16 unless there is one group
+  int32_t scale_type;  // of coded weights
   const uint8_t* data;
   const float* bias;  // [outs], or null
 };
@@ -91,7 +104,10 @@ constexpr bool MULTIPLIES_PAIRS = true;  // of bfloat16 numbers, so activations 
 constexpr bool MULTIPLIES_PAIRS = false;
 #endif
 
-inline bool is_quantised(int kind) { return kind >= Q4; }
+inline bool is_coded(int kind) { return kind >= E4M3; }
+inline bool is_quantised(int kind) { return kind >= Q4 && !is_coded(kind); }
+inline bool has_zeros(int kind) { return kind == INT8_ZEROS || kind == INT4_ZEROS; }
+inline bool has_four_bits(int kind) { return kind == E2M1 || kind == INT4 || kind == INT4_ZEROS; }
 
 // The form of activations that a matrix reads.
 inline Form form_of(int kind) {
@@ -101,19 +117,48 @@ inline Form form_of(int kind) {
   return Form::FLOATS;
 }
 
-// Weights of bfloat16 are stored as pairs of inputs: one load brings two inputs of a lane.
-inline int64_t block_bytes(int kind, int ins) {
-  int64_t bytes = int64_t(ins) * LANES * (kind == FLOAT32 ? 4 : 2);
-  if (kind == BFLOAT16) bytes = int64_t(padded(ins)) * LANES * 2;
-  if (is_quantised(kind)) with_format(kind, [&](auto format) { bytes = format.bytes(ins); });
+// A block of coded weights has the scales of its groups, then their zeros, then the codes, LANES of an input together.
+// Codes of 4 bits are in pairs of inputs, the first in the low bits.
+constexpr int CODED_INPUTS = 16;  // to a multiple of which codes are padded
+
+// Where the codes of a channel are among those of LANES: widening them to 32 bits by vectors brings them into order.
+inline int place_of(int lane) {
+#if defined(SPECRAY_AVX512) || defined(SPECRAY_WORDS)
+  return lane % WIDTH / 4 * 8 + lane / WIDTH * 4 + lane % 4;
+#else
+  return lane;
+#endif
+}
+
+inline int num_groups(const Matrix& matrix) { return (matrix.ins + matrix.group - 1) / matrix.group; }
+inline int64_t whole_lines(int64_t bytes) { return (bytes + LINE - 1) / LINE * LINE; }
+inline int scale_size(int type) { return type == FLOAT32 ? 4 : type == E8M0 ? 1 : 2; }
+
+// Where a block's zeros begin, if it has any.
+inline int64_t first_zero(const Matrix& matrix) {
+  return int64_t(num_groups(matrix)) * LANES * scale_size(matrix.scale_type);
+}
+
+// Where a block's weights begin, after their scales and lows or zeros.
+inline int64_t first_weight(const Matrix& matrix) {
+  int64_t bytes = 0;
+  if (is_quantised(matrix.kind))
+    with_format(matrix.kind, [&](auto format) { bytes = format.scale_bytes(matrix.ins) * (format.HAS_LOW ? 2 : 1); });
+  if (is_coded(matrix.kind))
+    bytes = whole_lines(first_zero(matrix) + (has_zeros(matrix.kind) ? int64_t(num_groups(matrix)) * LANES : 0));
   return bytes;
 }
 
-// Where a block's weights begin, after their scales and lows.
-inline int64_t first_weight(int kind, int ins) {
-  int64_t bytes = 0;
-  if (is_quantised(kind))
-    with_format(kind, [&](auto format) { bytes = format.scale_bytes(ins) * (format.HAS_LOW ? 2 : 1); });
+// Weights of bfloat16 are stored as pairs of inputs: one load brings two inputs of a lane.
+inline int64_t block_bytes(const Matrix& matrix) {
+  const int kind = matrix.kind, ins = matrix.ins;
+  int64_t bytes = int64_t(ins) * LANES * (kind == FLOAT32 ? 4 : 2);
+  if (kind == BFLOAT16) bytes = int64_t(padded(ins)) * LANES * 2;
+  if (is_quantised(kind)) with_format(kind, [&](auto format) { bytes = format.bytes(ins); });
+  if (is_coded(kind)) {
+    const int64_t wide = (ins + CODED_INPUTS - 1) / CODED_INPUTS * CODED_INPUTS;
+    bytes = first_weight(matrix) + whole_lines(wide * LANES / (has_four_bits(kind) ? 2 : 1));
+  }
   return bytes;
 }
 

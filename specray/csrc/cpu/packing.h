@@ -6,8 +6,9 @@
 namespace specray {
 
 // One block of a dense matrix from its rows, float32 [count, ins]; channels from `count` on are zero.
-inline void pack_dense(int kind, const float* rows, int count, int ins, uint8_t* to) {
-  std::memset(to, 0, block_bytes(kind, ins));
+inline void pack_dense(const Matrix& matrix, const float* rows, int count, uint8_t* to) {
+  const int kind = matrix.kind, ins = matrix.ins;
+  std::memset(to, 0, block_bytes(matrix));
   for (int lane = 0; lane < count; ++lane) {
     for (int i = 0; i < ins; ++i) {
       const float value = rows[int64_t(lane) * ins + i];
@@ -21,9 +22,10 @@ inline void pack_dense(int kind, const float* rows, int count, int ins, uint8_t*
 
 // One block of a quantised matrix: integers u8 [count, padded ins], scales and lows float32 [count, padded ins / size].
 inline void pack_quantised(
-    int kind, const uint8_t* ints, const float* scales, const float* lows, int count, int ins, uint8_t* to) {
-  std::memset(to, 0, block_bytes(kind, ins));
-  with_format(kind, [&](auto format) {
+    const Matrix& matrix, const uint8_t* ints, const float* scales, const float* lows, int count, uint8_t* to) {
+  const int ins = matrix.ins;
+  std::memset(to, 0, block_bytes(matrix));
+  with_format(matrix.kind, [&](auto format) {
     typedef decltype(format) Format;
     const int num_groups = padded(ins) / Format::SIZE;
     auto* to_scales = reinterpret_cast<typename Format::Scale*>(to);
@@ -47,6 +49,24 @@ inline void pack_quantised(
       }
     }
   });
+}
+
+// One block of a coded matrix: codes [count, bytes of an output], scales [count, groups] of the matrix's type, zeros
+// u8 [count, groups].
+inline void pack_coded(
+    const Matrix& matrix, const uint8_t* codes, const uint8_t* scales, const uint8_t* zeros, int count, uint8_t* to) {
+  const int groups = num_groups(matrix), size = scale_size(matrix.scale_type);
+  const int bytes = has_four_bits(matrix.kind) ? (matrix.ins + 1) / 2 : matrix.ins;
+  uint8_t *to_zeros = to + first_zero(matrix), *body = to + first_weight(matrix);
+  std::memset(to, 0, block_bytes(matrix));
+  for (int lane = 0; lane < count; ++lane) {
+    for (int group = 0; group < groups; ++group) {
+      const int64_t from = int64_t(lane) * groups + group;
+      std::memcpy(to + (int64_t(group) * LANES + lane) * size, scales + from * size, size);
+      if (has_zeros(matrix.kind)) to_zeros[group * LANES + lane] = zeros[from];
+    }
+    for (int i = 0; i < bytes; ++i) body[int64_t(i) * LANES + place_of(lane)] = codes[int64_t(lane) * bytes + i];
+  }
 }
 
 }  // namespace specray

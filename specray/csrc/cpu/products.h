@@ -12,7 +12,7 @@ class Products {
  public:
   // Blocks are read `together` at a time.
   Products(const Matrix& matrix, const Rows& rows, int count, int together = 1)
-      : matrix_(matrix), rows_(rows), bytes_(block_bytes(matrix.kind, matrix.ins)), together_(together),
+      : matrix_(matrix), rows_(rows), bytes_(block_bytes(matrix)), together_(together),
         uses_tiles_(matrix.kind == BFLOAT16 && has_tiles()) {
     const int most = uses_tiles_ ? TILE_ROWS : most_rows(matrix.kind);
     const int tiles = std::max(1, (count + most - 1) / most);
@@ -44,9 +44,9 @@ class Products {
  private:
   // Where several tiles read a block, each brings its share of the next one closer.
   Fetch fetch(const uint8_t* block, int number) const {
-    if (num_tiles_ == 1) return Fetch::ahead(block + first_weight(matrix_.kind, matrix_.ins));
+    if (num_tiles_ == 1) return Fetch::ahead(block + first_weight(matrix_));
     const int64_t share = (bytes_ + num_tiles_ - 1) / num_tiles_;
-    const int64_t lines = std::max<int64_t>(1, (bytes_ - first_weight(matrix_.kind, matrix_.ins)) / LINE);
+    const int64_t lines = std::max<int64_t>(1, (bytes_ - first_weight(matrix_)) / LINE);
     return Fetch::of_share(block + together_ * bytes_ + number * share, int((share + lines - 1) / lines));
   }
 
@@ -87,7 +87,7 @@ inline void multiply_at(
 
 // Says that a later phase reads this matrix.
 inline void will_read(const Matrix& matrix, Member& member) {
-  member.will_read(matrix.data, matrix.outs / LANES, block_bytes(matrix.kind, matrix.ins));
+  member.will_read(matrix.data, matrix.outs / LANES, block_bytes(matrix));
 }
 
 // The same for all blocks.

@@ -27,8 +27,8 @@ from specray.ops.attention import Attend
 from specray.ops.cpu.matrix import PackedMatrix
 from specray.ops.cpu.packed_network import Fusion
 from specray.ops.device_ops import ops_on
-from specray.ops.grouped_weight import Weight
 from specray.ops.layer_attention import LayerAttention
+from specray.ops.quantised_weight import Weight
 
 MASK = "mask_hidden"
 

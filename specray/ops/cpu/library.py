@@ -43,11 +43,12 @@ class Kernels:
         check_layouts(self._function("layouts", returns=c_char_p)().decode())
         self.target: str = self._function("target", returns=c_char_p)().decode()
         self.lanes: int = self._function("lanes", returns=c_int32)()  # output channels of a block
-        self.block_bytes = self._function("block_bytes", c_int32, c_int32, returns=c_int64)
-        self.pack_dense = self._function("pack_dense", c_int32, c_void_p, c_int64, c_int32, c_void_p, c_int64, c_int64)
-        self.pack_quantised = self._function(
-            "pack_quantised", c_int32, *[c_void_p] * 3, c_int64, c_int32, c_void_p, c_int64, c_int64
-        )
+        self.block_bytes = self._function("block_bytes", POINTER(MatrixStruct), returns=c_int64)
+        to_blocks = c_int64, c_void_p, c_int64, c_int64
+        self.pack_dense = self._function("pack_dense", POINTER(MatrixStruct), c_void_p, *to_blocks)
+        of_groups = (POINTER(MatrixStruct), *[c_void_p] * 3)
+        self.pack_quantised = self._function("pack_quantised", *of_groups, *to_blocks)
+        self.pack_coded = self._function("pack_coded", *of_groups, *to_blocks)
         of_rows = (POINTER(MatrixStruct), c_void_p, c_int32, c_int64, c_void_p, c_int32, c_int32, c_int32)
         self.linear, self.gated = self._function("linear", *of_rows), self._function("gated", *of_rows)
         self.largest = self._function(

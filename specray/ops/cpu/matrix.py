@@ -11,7 +11,7 @@ from specray.ops.cpu.packing import pack
 from specray.ops.cpu.processor import num_threads
 from specray.ops.cpu.screen import Screen
 from specray.ops.cpu.structs import FLOAT_TYPES, pointer
-from specray.ops.grouped_weight import Weight
+from specray.ops.quantised_weight import Weight
 
 
 class PackedMatrix:

@@ -13,8 +13,8 @@ from specray.ops.cpu.library import Kernels
 from specray.ops.cpu.matrix import GatedMatrix, PackedMatrices, PackedMatrix
 from specray.ops.cpu.processor import use_kernel_threads
 from specray.ops.cpu.structs import FLOAT_TYPES, pointer
-from specray.ops.grouped_weight import Weight
 from specray.ops.layer_attention import LayerAttention
+from specray.ops.quantised_weight import Weight
 from specray.ops.sampling_state import GREEDY_BELOW, SamplingBatch
 from specray.ops.states import StateRows
 from specray.ops.states_torch import Convolution, DeltaNet

@@ -9,7 +9,8 @@ from specray.ops.cpu.layers import FusedLayers
 from specray.ops.cpu.library import Kernels
 from specray.ops.cpu.matrix import PackedMatrix
 from specray.ops.cpu.structs import FLOAT_TYPES, DraftNetworkStruct, MatrixStruct, pointer
-from specray.ops.grouped_weight import Weight, to_int4
+from specray.ops.grouped_weight import to_int4
+from specray.ops.quantised_weight import Weight
 
 
 class Fusion(NamedTuple):

@@ -1,7 +1,7 @@
 """Weights in the blocks that the kernels' matrix products read (packing.h)."""
 
 from threading import Lock
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -9,7 +9,8 @@ from torch import Tensor
 
 from specray.ops.cpu.library import Kernels
 from specray.ops.cpu.structs import FLOAT_TYPES, GROUP, MatrixStruct, pointer
-from specray.ops.grouped_weight import GroupedWeight, Weight
+from specray.ops.grouped_weight import GroupedWeight
+from specray.ops.quantised_weight import E2M1, E4M3, INT4, INT8, QuantisedWeight, Weight
 
 _CHUNK = 1024  # output channels packed at a time, a multiple of a block's
 # (bits, whether there are lows, inputs of a group, whether scales are float16) -> `Kind` in matrix.h
@@ -23,6 +24,17 @@ _KINDS = {
     (8, False, 16, False): 9,
     (8, True, 16, False): 10,
 }
+# (code, whether there are zeros) -> likewise
+_CODES = {
+    (E4M3, False): 12,
+    (E2M1, False): 13,
+    (INT8, False): 14,
+    (INT4, False): 15,
+    (INT8, True): 16,
+    (INT4, True): 17,
+}
+_LARGE_SCALE = 128.0
+_E8M0 = 3  # type of scales in matrix.h
 
 _WITH_LOWS = {kind for (_, has_lows, _, _), kind in _KINDS.items() if has_lows}  # a group's integer 0 is its low
 # A step reads every weight once. From pages of 4 KB, each in a place of its own, one step of a model of 135 million
@@ -43,14 +55,24 @@ class Packed(NamedTuple):
 
 def pack(kernels: Kernels, weights: list[Weight], bias: Tensor | None = None) -> Packed:
     """Weights of one shape and format, and the float `bias` of the first one's output channels."""
-    kind, (outs, ins), data = kind_of(*weights), weights[0].shape, _blocks(kernels, weights)
-    padding, weight = -outs % kernels.lanes, weights[0]
+    if any(map(_is_too_large, weights)):
+        weights = [weight if isinstance(weight, Tensor) else weight.float() for weight in weights]
+    outs, ins = weights[0].shape
+    padding = -outs % kernels.lanes
     if bias is not None:
         bias = torch.nn.functional.pad(bias.float(), (0, padding)).contiguous()
-    zero = 0 if isinstance(weight, Tensor) or kind in _WITH_LOWS else weight.zero
-    return Packed(
-        MatrixStruct(kind, len(weights) * (outs + padding), ins, zero, pointer(data), pointer(bias)), data, bias
-    )
+    struct = _struct_of(weights)
+    struct.outs, struct.ins, struct.bias = len(weights) * (outs + padding), ins, pointer(bias)
+    data = _blocks(kernels, struct, weights)
+    struct.data = pointer(data)
+    return Packed(struct, data, bias)
+
+
+def _is_too_large(weight: Weight) -> bool:
+    """Whether the kernels' scales of e4m3, which are 2^120 times as large, could be infinite."""
+    if not isinstance(weight, QuantisedWeight) or weight.code != E4M3:
+        return False
+    return bool((weight.float_scales().abs() >= _LARGE_SCALE).any())
 
 
 def kind_of(*weights: Weight) -> int:
@@ -58,6 +80,8 @@ def kind_of(*weights: Weight) -> int:
     weight = weights[0]
     if isinstance(weight, Tensor):
         return FLOAT_TYPES[weight.dtype]
+    if isinstance(weight, QuantisedWeight):
+        return _CODES[weight.code, weight.zeros is not None]
     has_lows = weight.lows is not None
     is_half = all(isinstance(other, GroupedWeight) and other.is_exact_in_half for other in weights)
     if weight.size == 32 and not is_half and (weight.bits == 8 or not has_lows):
@@ -65,33 +89,49 @@ def kind_of(*weights: Weight) -> int:
     return _KINDS[weight.bits, has_lows, weight.size, is_half and weight.size == 32]
 
 
-def _blocks(kernels: Kernels, weights: list[Weight]) -> Tensor:
+def _struct_of(weights: list[Weight]) -> MatrixStruct:
+    """The format of `weights`."""
+    kind, weight = kind_of(*weights), weights[0]
+    if isinstance(weight, QuantisedWeight):
+        scale_type = _E8M0 if weight.scales.dtype is torch.uint8 else FLOAT_TYPES[weight.scales.dtype]
+        return MatrixStruct(kind, group=weight.group, scale_type=scale_type)
+    return MatrixStruct(kind, zero=weight.zero if isinstance(weight, GroupedWeight) and kind not in _WITH_LOWS else 0)
+
+
+def _blocks(kernels: Kernels, struct: MatrixStruct, weights: list[Weight]) -> Tensor:
     """Blocks of all weights, one of each in turn."""
-    kind, (outs, ins), step = kind_of(*weights), weights[0].shape, len(weights)
+    outs, step = weights[0].shape[0], len(weights)
     num_blocks = step * -(-outs // kernels.lanes)
-    data = weight_memory(num_blocks * kernels.block_bytes(kind, ins))
+    data = weight_memory(num_blocks * kernels.block_bytes(struct))
     for place, weight in enumerate(weights):
         for first in range(0, outs, _CHUNK):
-            block = place + step * (first // kernels.lanes)
+            to = pointer(data), place + step * (first // kernels.lanes), step
             part = slice(first, min(first + _CHUNK, outs))
             if isinstance(weight, Tensor):
                 rows = weight[part].float().contiguous()
-                kernels.pack_dense(kind, pointer(rows), len(rows), ins, pointer(data), block, step)
+                kernels.pack_dense(struct, pointer(rows), len(rows), *to)
+            elif isinstance(weight, QuantisedWeight):
+                _pack_codes(kernels, struct, weight.rows(part).to(weight.device), to)
             else:
-                _pack_groups(kernels, kind, weight.rows(part), pointer(data), block, step)
+                _pack_groups(kernels, struct, weight.rows(part), to)
     return data
 
 
-def _pack_groups(kernels: Kernels, kind: int, weight: GroupedWeight, data: int | None, block: int, step: int) -> None:
+def _pack_codes(kernels: Kernels, struct: MatrixStruct, weight: QuantisedWeight, to: tuple[Any, ...]) -> None:
+    parts = pointer(weight.codes), pointer(weight.scales), pointer(weight.zeros)
+    kernels.pack_coded(struct, *parts, len(weight.codes), *to)
+
+
+def _pack_groups(kernels: Kernels, struct: MatrixStruct, weight: GroupedWeight, to: tuple[Any, ...]) -> None:
     count, ins = weight.shape
     assert weight.ints.shape[1] == -(-ins // GROUP) * GROUP, weight.ints.shape
     ints, scales = weight.ints.contiguous(), weight.scales.contiguous()
-    if kind in _WITH_LOWS and weight.lows is None:
+    if struct.kind in _WITH_LOWS and weight.lows is None:
         lows = scales * -weight.zero
     else:
         assert weight.lows is None or weight.zero == 0, weight.zero
         lows = scales if weight.lows is None else weight.lows.contiguous()
-    kernels.pack_quantised(kind, pointer(ints), pointer(scales), pointer(lows), count, ins, data, block, step)
+    kernels.pack_quantised(struct, pointer(ints), pointer(scales), pointer(lows), count, *to)
 
 
 def weight_memory(num_bytes: int) -> Tensor:

@@ -28,6 +28,8 @@ class MatrixStruct(ctypes.Structure):
         ("outs", c_int32),
         ("ins", c_int32),
         ("zero", c_int32),
+        ("group", c_int32),
+        ("scale_type", c_int32),
         ("data", c_void_p),
         ("bias", c_void_p),
     )

@@ -10,8 +10,8 @@ from specray.ops.gpu import kv, layers, sampling
 from specray.ops.gpu.attention import TritonAttention
 from specray.ops.gpu.few_rows import GpuMatrix
 from specray.ops.gpu.matrix import FixedOrderMatrix, GatedUnits
-from specray.ops.grouped_weight import Weight
 from specray.ops.layer_attention import LayerAttention
+from specray.ops.quantised_weight import Weight
 from specray.ops.sampling_state import SamplingBatch
 from specray.ops.step_tensors import Choices
 from specray.ops.torch_matrix import Linear

@@ -12,9 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from specray.config import EngineConfig
 from specray.errors import ConfigError
+from specray.layers.linear import ColumnParallelLinear, GatedLinear, RowParallelLinear
 from specray.layers.parallel import RankGroup
 from specray.models.heads.mtp import load_mtp_layers
 from specray.models.loading import Loader
@@ -25,6 +27,7 @@ from specray.models.weights import WeightReader
 from specray.ops.cpu.library import kernels
 from specray.ops.cpu.matrix import PackedMatrix
 from specray.ops.linear import concat, make_gated, make_linear
+from specray.ops.quantised_weight import QuantisedWeight
 from specray.sampling_params import SamplingParams
 from tests.support.architectures import write_architecture
 from tests.support.decoders import logits_in_chunks, logits_of, write_decoder
@@ -36,6 +39,7 @@ from tests.support.quantised import METHODS, Method, awq, compressed_ints, fp8_b
 from tests.support.toy import write_toy
 
 CPU = torch.device("cpu")
+LINEARS = (ColumnParallelLinear, GatedLinear, RowParallelLinear)
 OUTS, INS = 40, 64
 NAME, STEM = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj."
 TOKENS = [0, 5, 63, 17, 17, 40, 2, 9, 9, 31, 50, 8]
@@ -122,7 +126,6 @@ def test_groups_of_32_inputs_stay_as_they_are_on_a_cpu(name: str, tmp_path: Path
     half = loader(tmp_path, "auto").weight(NAME, (OUTS, INS), slice(32, 64), 1)
     assert not isinstance(half, torch.Tensor)
     assert np.array_equal(half.float(), expected[:, 32:])
-    assert isinstance(loader(tmp_path).weight(NAME, (OUTS, INS)), torch.Tensor), "quantization: null expands"
 
 
 @pytest.mark.parametrize("name", KEPT)
@@ -140,12 +143,90 @@ def test_the_kernels_compute_with_the_kept_groups(name: str, tmp_path: Path) -> 
     torch.testing.assert_close(gated, torch.nn.functional.silu(once) * once, atol=0.05, rtol=0.02)
 
 
-@pytest.mark.parametrize("name", ["awq", "gptq by activation", "fp8 in blocks", "compressed int4 with zeros"])
-def test_groups_that_the_kernels_do_not_have_are_expanded(name: str, tmp_path: Path) -> None:
-    expected = write_matrix(tmp_path, METHODS[name], matrix())
-    weight = loader(tmp_path, "auto").weight(NAME, (OUTS, INS))
-    assert isinstance(weight, torch.Tensor)
-    assert np.array_equal(weight, expected)
+@pytest.mark.parametrize("name", METHODS)
+def test_a_matrix_stays_as_it_is_stored_and_so_do_its_parts(name: str, tmp_path: Path) -> None:
+    expected = torch.from_numpy(write_matrix(tmp_path, METHODS[name], matrix()))
+    reading = loader(tmp_path)
+    weight = reading.weight(NAME, (OUTS, INS))
+    if "activation" in name:  # whose groups are not of neighbours
+        assert isinstance(weight, torch.Tensor)
+        assert torch.equal(weight, expected)
+        assert reading.expanded == [NAME]
+        return
+    assert isinstance(weight, QuantisedWeight)
+    assert torch.equal(weight.float(), expected)
+    parts = [reading.weight(NAME, (OUTS, INS), slice(8, 24)), reading.weight(NAME, (OUTS, INS), slice(32, 64), 1)]
+    for part, numbers in zip(parts, (expected[8:24], expected[:, 32:]), strict=True):
+        assert isinstance(part, QuantisedWeight)
+        assert torch.equal(part.float(), numbers)
+    assert not reading.expanded
+    both = concat(*parts[:1], parts[0])
+    assert isinstance(both, QuantisedWeight)
+    assert torch.equal(both.float(), expected[8:24].repeat(2, 1))
+
+
+def test_a_part_that_begins_within_a_group_has_smaller_groups(tmp_path: Path) -> None:
+    method = Method(METHODS["awq"].config | {"group_size": 32}, lambda weights: awq(weights, 32))
+    expected = torch.from_numpy(write_matrix(tmp_path, method, matrix()))
+    part = loader(tmp_path).weight(NAME, (OUTS, INS), slice(16, 56), 1)
+    assert isinstance(part, QuantisedWeight)
+    assert part.group == 16
+    assert torch.equal(part.float(), expected[:, 16:56])
+    reading = loader(tmp_path)
+    assert isinstance(reading.weight(NAME, (OUTS, INS), slice(8, 40), 1), torch.Tensor), "no kernel has groups of 8"
+    assert reading.expanded == [NAME]
+
+
+PUBLISHED: dict[str, Method] = {  # with the sizes of groups that published checkpoints have
+    "fp8 in blocks": Method(
+        METHODS["fp8 in blocks"].config | {"weight_block_size": [128, 128]}, lambda weights: fp8_blocks(weights, 128)
+    ),
+    "fp8 of a tensor": METHODS["fp8 of a tensor"],
+    "fp8 of channels": METHODS["compressed fp8"],
+    "awq": Method(METHODS["awq"].config | {"group_size": 128}, lambda weights: awq(weights, 128)),
+    "gptq": Method(METHODS["gptq"].config | {"group_size": 128}, lambda weights: gptq(weights, 4, 128, True, False, 1)),
+    "gptq with zeros": Method(
+        METHODS["gptq with zeros"].config | {"group_size": 128},
+        lambda weights: gptq(weights, 4, 128, False, False, 1),
+    ),
+    "compressed int4": Method(
+        json.loads(json.dumps(METHODS["compressed int4"].config).replace('"group_size": 16', '"group_size": 128')),
+        lambda weights: compressed_ints(weights, 4, 128, symmetric=True),
+    ),
+}
+
+
+def write_wide(folder: Path) -> Path:
+    """A model of two layers whose matrices have 128 inputs or more."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 64}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128)
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_loaded_model_takes_no_more_memory_than_its_file(name: str, tmp_path: Path) -> None:
+    plain = write_wide(tmp_path)
+    quantised = quantise_model(plain, tmp_path / "quantised", PUBLISHED[name])
+    stored = load_file(quantised / "model.safetensors")
+    names = [part for part in stored if "_proj." in part and not part.endswith(("g_idx", "weight_shape"))]
+    in_file = sum(stored[part].numel() * stored[part].itemsize for part in names)
+    model: Any = model_of(quantised)
+    linears = [part.run for part in model.modules() if isinstance(part, LINEARS)]
+    assert len(linears) == 4 * model.shape.num_layers
+    if kernels() is not None:
+        assert sum(part.num_bytes for part in linears) <= 1.05 * in_file
+    assert torch.equal(logits(quantised), logits(plain)), "the bits of the expanded weights in float32"
+
+
+def test_a_damaged_matrix_is_refused(tmp_path: Path) -> None:
+    write_matrix(tmp_path, METHODS["fp8 of a tensor"], matrix())
+    whole = load_file(tmp_path / "model.safetensors")
+    whole[NAME].view(torch.uint8)[3, 5] = 0x7F
+    save_file(whole, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match="has NaN; the file is damaged"):
+        loader(tmp_path).weight(NAME, (OUTS, INS))
 
 
 def test_a_fused_matrix_may_be_quantised_in_part(tmp_path: Path) -> None:

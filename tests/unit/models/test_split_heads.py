@@ -10,7 +10,7 @@ from specray.config import EngineConfig, SpeculativeConfig
 from specray.layers import linear
 from specray.layers.parallel import RankGroup, SilentRank
 from specray.models.registry import load_config, load_model
-from specray.ops.grouped_weight import Weight
+from specray.ops.quantised_weight import Weight
 from specray.spec_decode import make_drafter
 from specray.spec_decode.drafter import TargetView
 from tests.support.methods import METHODS

@@ -15,8 +15,9 @@ from specray.ops.cpu.library import Kernels, kernels
 from specray.ops.cpu.matrix import GatedMatrix, PackedMatrix
 from specray.ops.cpu.ops import CpuOps
 from specray.ops.cpu.structs import check_layouts, layouts, pointer
-from specray.ops.grouped_weight import GroupedWeight, Weight, concatenated, to_int4, to_int8
+from specray.ops.grouped_weight import GroupedWeight, concatenated, to_int4, to_int8
 from specray.ops.noise import gumbel, noise_keys
+from specray.ops.quantised_weight import Weight
 from specray.ops.sampling_state import SamplingBatch, SamplingState
 from tests.support.distributions import OPTIONS
 
