@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 600.0
 PROCESSES = get_context("forkserver")
 # What most processes import, for seconds. None of it reads an environment variable that tests change.
-IMPORTED = ["tests.support.engine", "hypothesis.strategies", "llguidance"]
+IMPORTED = ["tests.support.engine", "specray.models.transformers_model", "hypothesis.strategies", "llguidance"]
 PROCESSES.set_forkserver_preload([__name__, *IMPORTED])
 
 

@@ -36,7 +36,7 @@ def run_locally(name: str, *arguments: object) -> str:
 
 
 def test_offline_inference() -> None:
-    output = run("offline_inference.py", "--max-tokens", 4)
+    output = run_locally("offline_inference.py", "--max-tokens", 4)
     assert "plain decoding: " in output
     assert "EAGLE-3: " in output
     assert "'The capital of France is' -> ' Paris." in output
