@@ -189,8 +189,13 @@ def _heads(file: GgufFile, name: str, config: Mapping[str, Any], known: set[str]
 
 
 def _mixtures(file: GgufFile, known: set[str]) -> dict[str, Any]:
-    """Which layers are mixtures of experts: those with a router."""
-    sparse = [f"blk.{layer}.ffn_gate_inp.weight" in file.tensors for layer in range(num_layers(file))]
+    """Which layers are mixtures of experts: those with a router, which has a row for each expert."""
+    routers = [f"blk.{layer}.ffn_gate_inp.weight" for layer in range(num_layers(file))]
+    sparse = [router in file.tensors for router in routers]
+    key = f"{architecture_of(file)[0]}.expert_count"
+    rows = {file.shape(router)[0] for router in routers if router in file.tensors}
+    if (rows or {0}) != {count := file.get(key, int) or 0}:
+        raise unusable(file.path, f"{key}={count}, but its routers have {sorted(rows)} rows")
     if not any(sparse):
         return {}
     found = {

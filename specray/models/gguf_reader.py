@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGUFReader, ReaderTensor, dequantize
+from gguf import GGUFReader, GGUFValueType, ReaderTensor, dequantize
 
 from specray.errors import ConfigError, first_of
 
-_MAX_VALUES = 16_777_216  # values of the header; the largest vocabularies need a tenth
+_MAX_VALUES = 1_048_576  # of the header, outside of arrays
+_MAX_LENGTH = 1_048_576  # of an array; the merges of the largest vocabularies are half as many
 _PART_NAME = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
 
 
@@ -108,9 +109,10 @@ def unusable(path: Path, reason: str) -> ConfigError:
 
 
 class _BoundedReader(GGUFReader):
-    """GGUFReader that refuses to read past the end of the file.
+    """GGUFReader that refuses to read past the end of the file, and reads arrays at once.
 
-    The library's own `_get` returns an empty array there, so that a damaged length of 2**62 is counted to the end.
+    The library's own `_get` returns an empty array there, so that a damaged length of 2**62 is counted to the end. Its
+    loop over an array takes microseconds for each value, and a damaged length is one of weights.
     """
 
     _num_values = 0
@@ -126,3 +128,31 @@ class _BoundedReader(GGUFReader):
         if self._num_values > _MAX_VALUES:
             raise ValueError(f"more than {_MAX_VALUES} values")
         return np.frombuffer(self.data, dtype, int(count), int(offset))  # ValueError past the end
+
+    def _get_field_parts(
+        self, orig_offs: int, raw_type: int
+    ) -> tuple[int, list[npt.NDArray[Any]], list[int], list[GGUFValueType]]:
+        if raw_type != GGUFValueType.ARRAY:
+            return super()._get_field_parts(orig_offs, raw_type)
+        kind, length = GGUFValueType(self._get(orig_offs, np.uint32)[0]), int(self._get(orig_offs + 4, np.uint64)[0])
+        start, types = orig_offs + 12, [GGUFValueType.ARRAY, kind]
+        if length > _MAX_LENGTH:
+            raise ValueError(f"an array of {length} values")
+        if kind is GGUFValueType.STRING:
+            end, strings = self._strings(start, length)
+            return end - orig_offs, strings, [*range(length)], types
+        if (scalar := self.gguf_scalar_to_np.get(kind)) is None:
+            return super()._get_field_parts(orig_offs, raw_type)
+        values = self._get(start, scalar, length)
+        return start + values.nbytes - orig_offs, [values], [0], types
+
+    def _strings(self, start: int, count: int) -> tuple[int, list[Any]]:
+        """(the end of `count` strings that lie behind each other, their bytes)."""
+        data, strings, end = self.data.data, [], start
+        for _ in range(count):
+            first = end + 8
+            end = first + int.from_bytes(data[end:first], "little")
+            if end > len(data):
+                raise ValueError("a string past the end of the file")
+            strings.append(data[first:end])
+        return end, strings

@@ -8,6 +8,7 @@ from typing import Any
 
 from specray.models.gguf_reader import GgufFile, unusable
 
+_MAX_CHARACTERS = 1024  # of a token; those of published vocabularies have some hundreds
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # values of tokenizer.ggml.token_type
 # Texts of tokens that begin a text, or end one or a turn of a chat. llama.cpp finds them by these where the file does
 # not name their ids, or not all of them.
@@ -117,6 +118,7 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
     """ConfigError for a kind of tokenizer, or a way to split text, that is not known."""
     from tokenizers import processors
 
+    _check_lengths(file)
     model = file.get("tokenizer.ggml.model", str)
     if model == "gpt2":
         tokenizer = _byte_level(file)
@@ -136,6 +138,13 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
 def _tokens(file: GgufFile) -> list[str]:
     tokens: list[str] = file.need("tokenizer.ggml.tokens", list)
     return tokens
+
+
+def _check_lengths(file: GgufFile) -> None:
+    """ConfigError for a token of which no tokenizer could be made in seconds: each is split at all its places."""
+    longest = max(map(len, _tokens(file)), default=0)
+    if longest > _MAX_CHARACTERS:
+        raise unusable(file.path, f"it has a token of {longest} characters")
 
 
 def _of_type(file: GgufFile, kind: int) -> list[str]:

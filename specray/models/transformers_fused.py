@@ -63,7 +63,7 @@ def _parts(layer: nn.Module) -> LayerParts | None:
     qkv, out, gate_up, down = attention.qkv_proj.run, attention.o_proj.run, ffn.run, ffn.down_proj.run
     if not (isinstance(qkv, PackedMatrix) and isinstance(out, PackedMatrix) and attention.o_proj.is_whole):
         return None
-    if not (isinstance(gate_up, GatedMatrix) and isinstance(down, PackedMatrix)):
+    if not (isinstance(gate_up, GatedMatrix) and isinstance(down, PackedMatrix) and ffn.down_proj.is_whole):
         return None
     norms = attention.q_norm, attention.k_norm
     if not all(norm is None or isinstance(norm, RMSNorm) for norm in norms):

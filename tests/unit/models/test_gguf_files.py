@@ -239,6 +239,8 @@ TENSOR = struct.pack("<Q", 1) + b"t" + struct.pack("<IQ", 1, 2**40) + struct.pac
         HEADER.pack(b"GGUF", 3, 0, 1) + KEY + struct.pack("<I", 77),  # unknown type
         HEADER.pack(b"GGUF", 3, 0, 1) + KEY + struct.pack("<IIQ", 9, 0, 2**62),  # array longer than the file
         HEADER.pack(b"GGUF", 3, 0, 1) + KEY + struct.pack("<IIQ", 9, 8, 2**40),  # too many strings
+        HEADER.pack(b"GGUF", 3, 0, 1) + KEY + struct.pack("<IIQ", 9, 0, 2**24) + bytes(2**24),  # an array of weights
+        HEADER.pack(b"GGUF", 3, 0, 1) + KEY + struct.pack("<IIQ", 9, 8, 2**21) + bytes(2**24),  # strings within weights
         HEADER.pack(b"GGUF", 3, 0, 1) + KEY + struct.pack("<IIQ", 9, 9, 1),  # array of arrays
         HEADER.pack(b"GGUF", 3, 0, 1) + KEY + struct.pack("<IQ", 8, 2) + b"\xff\xff",  # not UTF-8
         HEADER.pack(b"GGUF", 3, 1, 0) + TENSOR,  # tensor larger than the file
@@ -254,6 +256,24 @@ def test_malformed_headers_are_refused_at_once(content: bytes, tmp_path: Path) -
     with pytest.raises(ConfigError, match=r"m\.gguf is not a usable GGUF file"):
         read_gguf(tmp_path / "m.gguf")
     assert time.thread_time() - begin < 1.0
+
+
+def test_settings_that_would_take_minutes_are_refused_at_once(tmp_path: Path) -> None:
+    """More experts than the file has, and a token that is split at each of a million places."""
+
+    def add_experts(writer: gguf.GGUFWriter) -> None:
+        add_key(writer, "llama.expert_count", 2**24)
+        add_key(writer, "llama.expert_used_count", 2)
+
+    path = write_gguf(tmp_path / "m.gguf", extra=add_experts)
+    with pytest.raises(ConfigError, match=r"llama.expert_count=16777216, but its routers have \[\] rows"):
+        convert_gguf(path, progress=False)
+
+    def lengthen(writer: gguf.GGUFWriter) -> None:
+        writer.kv_data[0]["tokenizer.ggml.tokens"].value = [*TOKENS[:-1], "1" * 1_000_000]
+
+    with pytest.raises(ConfigError, match="it has a token of 1000000 characters"):
+        convert_gguf(write_gguf(tmp_path / "n.gguf", extra=lengthen), progress=False)
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
