@@ -91,7 +91,7 @@ ANSWERS: dict[str, str] = {
         "grammar-backend structured-outputs-config constrained-json-*"
     ),
     "not needed: the server is ready once it has generated a token": "skip-server-warmup warmups",
-    "not needed: usage and per-request figures are in every reply": (
+    "not needed: usage and per-request figures (`metrics`) are in every reply": (
         "enable-prompt-tokens-details enable-cache-report enable-per-request-metrics enable-force-include-usage "
         "per-request-spec-decode-metrics"
     ),

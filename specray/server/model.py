@@ -75,7 +75,10 @@ class ServedModel:
         """The fields of a new reply, with an ID of its own."""
         assert params.seed is not None
         request_id, is_simulated = f"{id_prefix}-{uuid.uuid4().hex}", self._config.speculative.is_simulated
-        return ReplyMetadata(request_id, self._config.model_name, self._fingerprint, params.seed, is_simulated)
+        num_drafts = self.info.max_draft_tokens
+        return ReplyMetadata(
+            request_id, self._config.model_name, self._fingerprint, params.seed, is_simulated, num_drafts
+        )
 
     def listing(self) -> Json:
         """OpenAI's /v1/models."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from specray.outputs import (
     Completion,
     RequestOutput,
+    RequestUsage,
     TokenLogprob,
     Undrafted,
     acceptance_per_depth,
@@ -63,12 +64,22 @@ class Reply(Protocol):
 class ReplyMetadata:
     """Fields that all objects of one reply share."""
 
-    def __init__(self, request_id: str, model: str, fingerprint: str, seed: int, is_simulated: bool = False) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        model: str,
+        fingerprint: str,
+        seed: int,
+        is_simulated: bool = False,
+        max_draft_tokens: int = 0,
+    ) -> None:
+        """`max_draft_tokens` are those of the server's largest tree."""
         self.request_id = request_id
         self.created = int(time.time())
         self.model = model
         self.fingerprint = fingerprint
         self.seed = seed
+        self.max_draft_tokens = max_draft_tokens
         self.warnings: Json = {"simulated_acceptance": True} if is_simulated else {}  # part of every object sent
 
     def fields(self, kind: str) -> Json:
@@ -161,13 +172,31 @@ class OpenAIReply:
         return chunks
 
     def closing(self) -> list[Json]:
-        if not self._options.usage:
-            return []
-        return [self._metadata.fields(self.chunk_kind) | {"choices": [], "usage": self._usage()}]
+        fields, details = self._metadata.fields(self.chunk_kind) | {"choices": []}, self._spec_tokens_details()
+        chunks = [fields | details] if details else []
+        return chunks + [fields | {"usage": self._usage(), **self._metrics()}] * self._options.usage
 
     def whole(self) -> Json:
         choices = [self._whole_choice(choice) | self._ending(choice) | self._extras(choice) for choice in self.choices]
-        return self._metadata.fields(self.kind) | {"choices": choices, "usage": self._usage()}
+        return self._metadata.fields(self.kind) | {"choices": choices, **self._totals()}
+
+    def _totals(self) -> Json:
+        """What a whole reply says of all its choices."""
+        return {"usage": self._usage(), **self._metrics(), **self._spec_tokens_details()}
+
+    def _metrics(self) -> Json:
+        """vLLM's figures of a request's drafts, of replies with one choice."""
+        counts = [choice.usage for choice in self.choices if choice.usage is not None]
+        if len(self.choices) != 1 or not counts or not self._metadata.max_draft_tokens:
+            return {}
+        return {"metrics": {"speculative_decoding": acceptance_metrics(counts[0], self._metadata.max_draft_tokens)}}
+
+    def _spec_tokens_details(self) -> Json:
+        """SGLang's figures of a request's drafts, if it asks for them; a list with several choices."""
+        if not self._options.spec_tokens_details or not self._metadata.max_draft_tokens:
+            return {}
+        details = [spec_tokens_details(choice.usage) for choice in self.choices if choice.usage is not None]
+        return {"sglext": {"spec_tokens_details": details[0] if self._n == 1 and details else details}}
 
     def _extras(self, choice: Completion) -> Json:
         """Fields that the request's options add to a whole choice."""
@@ -255,6 +284,34 @@ def usage(choices: Sequence[Completion], n: int) -> Json:
             "lossy": any(count.is_lossy for count in counts),
             **({"drafters": drafters} if drafters else {}),
         },
+    }
+
+
+def acceptance_metrics(counts: RequestUsage, max_draft_tokens: int) -> Json:
+    """vLLM's `metrics.speculative_decoding`: of the steps with drafts, each of at most `max_draft_tokens`."""
+    histogram = list(counts.accept_histogram)
+    num_steps, accepted = sum(histogram), sum(depth * trees for depth, trees in enumerate(histogram))
+    return {
+        "mean_acceptance_length": 1 + accepted / num_steps if num_steps else 1.0,
+        "draft_acceptance_rate": accepted / counts.num_draft_tokens if counts.num_draft_tokens else 0.0,
+        "acceptance_histogram": histogram + [0] * (max_draft_tokens + 1 - len(histogram)),
+        "num_spec_steps": num_steps,
+        "num_accepted_draft_tokens": accepted,
+        "num_draft_tokens": counts.num_draft_tokens,
+        "num_spec_tokens": max(max_draft_tokens, len(histogram) - 1),  # a grammar may add some
+    }
+
+
+def spec_tokens_details(counts: RequestUsage) -> Json:
+    """SGLang's names of a request's drafts. Its figures of blocks that are cut by confidence have no counterpart."""
+    accepted, proposed = counts.num_accepted, counts.num_draft_tokens
+    return {
+        "spec_accept_rate": accepted / proposed if proposed else 0.0,
+        "spec_accept_length": accept_length(accepted, counts.num_verify_steps) or 0.0,
+        "spec_num_correct_drafts": accepted,
+        "spec_num_proposed_drafts": proposed,
+        "spec_verify_ct": counts.num_verify_steps,
+        "spec_correct_drafts_histogram": list(counts.accept_histogram),
     }
 
 

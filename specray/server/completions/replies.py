@@ -169,7 +169,7 @@ class BestOfReply(CompletionReply):
             self._whole_choice(choice) | self._ending(choice) | self._extras(choice) | {"index": index}
             for index, choice in enumerate(best)
         ]
-        return self._metadata.fields(self.kind) | {"choices": choices, "usage": self._usage()}
+        return self._metadata.fields(self.kind) | {"choices": choices, **self._totals()}
 
 
 def completion_reply(

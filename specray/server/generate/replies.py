@@ -7,7 +7,7 @@ from typing import Any
 from specray.outputs import Completion, FinishReason, RequestOutput, TokenLogprob
 from specray.sampling_params import SamplingParams
 from specray.server.choices import PreparedPrompt
-from specray.server.replies import OPENAI_FRAMING, Json, ReplyMetadata, accept_length, empty_choices, finite
+from specray.server.replies import OPENAI_FRAMING, Json, ReplyMetadata, empty_choices, finite, spec_tokens_details
 from specray.server.tokenization import TokenTexts
 
 
@@ -61,11 +61,10 @@ class GenerateReply:
             "prompt_tokens": counts.num_prompt_tokens,
             "completion_tokens": counts.num_completion_tokens,
             "cached_tokens": counts.num_cached_tokens,
-            "spec_verify_ct": counts.num_verify_steps,
+            **spec_tokens_details(counts),
             "spec_draft_token_num": counts.num_draft_tokens,
             "spec_accept_token_num": counts.num_accepted,
             "spec_undrafted_steps": counts.undrafted.counts(),
-            "spec_accept_length": accept_length(counts.num_accepted, counts.num_verify_steps),
             "spec_accept_histogram": list(counts.accept_histogram),
             "spec_lossy": counts.is_lossy,
             **({"spec_drafter": counts.drafter} if counts.drafter else {}),

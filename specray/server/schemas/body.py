@@ -211,6 +211,7 @@ class ReplyOptions(NamedTuple):
     continuous_usage: bool = False  # whether every chunk has it
     token_ids: bool = False  # whether those of prompt and output are wanted
     prompt_logprobs: bool = False
+    spec_tokens_details: bool = False  # whether SGLang's figures of drafts are wanted
 
 
 class PredictionContent(Body):
@@ -245,6 +246,7 @@ class OpenAIRequest(Sampling, GrammarFields, RequestOptions):
     logprob_token_ids: LogprobTokenIds | None = None
     prompt_logprobs: NumLogprobs | None = None
     return_token_ids: bool | None = None
+    return_spec_tokens_details: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     prediction: PredictionContent | None = None
     rid: RequestName | None = None
@@ -285,6 +287,7 @@ class OpenAIRequest(Sampling, GrammarFields, RequestOptions):
             bool(stream.include_usage and stream.continuous_usage_stats),
             bool(self.return_token_ids),
             self.prompt_logprobs is not None,
+            bool(self.return_spec_tokens_details),
         )
 
     def _sampling(self, max_tokens: int | None, logprobs: int | None, **own: object) -> SamplingParams:

@@ -4,6 +4,7 @@ import asyncio
 import json
 from typing import Any
 
+import httpx
 import pytest
 
 from specray.config import SpeculativeConfig
@@ -210,3 +211,75 @@ def test_simulated_acceptance_is_marked_in_every_reply_and_metric(serve: Serve) 
             assert 'drafter="SIMULATED NGRAM"' in (await server.http.get("/metrics")).text
 
     asyncio.run(scenario())
+
+
+BODIES = {
+    "/v1/completions": {"prompt": "ab ab ab ab", "max_tokens": 40, "seed": 5, "ignore_eos": True},
+    "/v1/chat/completions": {
+        "messages": [{"role": "user", "content": "ab ab ab ab"}],
+        "max_tokens": 40,
+        "seed": 5,
+        "ignore_eos": True,
+    },
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_benchmarks_read_the_figures_of_vllm_and_sglang(serve: Serve, path: str) -> None:
+    """In a whole reply and behind a stream; the figures agree with each other as AIPerf requires."""
+    body = BODIES[path] | {"return_spec_tokens_details": True}
+
+    async def scenario() -> None:
+        async with serve(speculative=NGRAM.model_dump()) as server:
+            whole = (await server.http.post(path, json=body)).json()
+            streaming = body | {"stream": True, "stream_options": {"include_usage": True}}
+            chunks = events(await server.http.post(path, json=streaming))
+            assert chunks[-1]["metrics"] == whole["metrics"]
+            assert chunks[-1]["usage"]["speculative"] == whole["usage"]["speculative"]
+            assert chunks[-2] == chunks[-2] | {"choices": [], "sglext": whole["sglext"]}
+            assert not any("metrics" in chunk for chunk in chunks[:-1])
+            usage, figures = whole["usage"]["speculative"], whole["metrics"]["speculative_decoding"]
+            histogram, num_steps = figures["acceptance_histogram"], figures["num_spec_steps"]
+            accepted = sum(depth * trees for depth, trees in enumerate(histogram))
+            assert (figures["num_accepted_draft_tokens"], figures["num_draft_tokens"]) == (
+                usage["accepted_tokens"],
+                usage["draft_tokens"],
+            )
+            assert accepted == usage["accepted_tokens"] > 0
+            assert sum(histogram) == num_steps == sum(usage["accept_histogram"])
+            assert len(histogram) == figures["num_spec_tokens"] + 1 == 3
+            assert figures["mean_acceptance_length"] == 1 + accepted / num_steps
+            assert figures["draft_acceptance_rate"] == accepted / usage["draft_tokens"]
+            assert whole["sglext"]["spec_tokens_details"] == {
+                "spec_accept_rate": accepted / usage["draft_tokens"],
+                "spec_accept_length": usage["accept_length"],
+                "spec_num_correct_drafts": accepted,
+                "spec_num_proposed_drafts": usage["draft_tokens"],
+                "spec_verify_ct": usage["verify_steps"],
+                "spec_correct_drafts_histogram": usage["accept_histogram"],
+            }
+
+    asyncio.run(scenario())
+
+
+def test_figures_of_several_choices_and_of_a_request_without_drafts(serve: Serve) -> None:
+    path, body = "/v1/completions", BODIES["/v1/completions"]
+
+    async def scenario() -> None:
+        async with serve(speculative=NGRAM.model_dump()) as server:
+            two = (await server.http.post(path, json=body | {"n": 2, "return_spec_tokens_details": True})).json()
+            assert "metrics" not in two, "vLLM has none either"
+            assert len(two["sglext"]["spec_tokens_details"]) == 2
+            assert "sglext" not in (await server.http.post(path, json=body)).json()
+            plain = (await server.http.post(path, json=body | {"speculative": {"enabled": False}})).json()
+            figures = plain["metrics"]["speculative_decoding"]
+            assert (figures["num_spec_steps"], figures["acceptance_histogram"]) == (0, [0, 0, 0])
+            assert (figures["mean_acceptance_length"], figures["draft_acceptance_rate"]) == (1.0, 0.0)
+
+    asyncio.run(scenario())
+
+
+def events(reply: httpx.Response) -> list[dict[str, Any]]:
+    """The chunks of a stream."""
+    lines = [line.removeprefix("data: ") for line in reply.text.splitlines() if line.startswith("data: ")]
+    return [json.loads(line) for line in lines if line != "[DONE]"]
