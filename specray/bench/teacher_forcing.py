@@ -20,6 +20,7 @@ from specray.engine.request_log import LoggedRequest
 from specray.errors import ConfigError
 from specray.llm import LLM
 from specray.spec_decode.draft_tree import ROOT, TreeLists
+from specray.spec_decode.drafter import TreeRows
 from specray.spec_decode.no_drafts import NoDrafts
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 from specray.spec_decode.request_table import RequestTable
@@ -137,8 +138,9 @@ class Replayer:
             gather = None if hidden_states is None else partial(_rows, hidden_states, start, known - 1)
             self._drafts.submit(ProposeContext(self._table, [request], [], gather))
             limit = self._limit(most, known)
-            slots, roots = self._table.numbers([SLOT]), self._table.numbers([text[known - 1]])
-            tree, (num_nodes,) = self._drafts.collect(slots, roots, [limit])
+            root = text[known - 1]
+            rows = TreeRows(self._table.numbers([SLOT]), self._table.numbers([root]), [(SLOT, root)])
+            tree, (num_nodes,) = self._drafts.collect(rows, [limit])
             into.draft_seconds += time.perf_counter() - began
             found = tree.to_lists()[0]
             accepted = min(num_accepted(found, text[known:]), len(text) - known - 1)  # one token is the target's own

@@ -141,6 +141,14 @@ class UnsizedTrees(NamedTuple):
     wait_for_sizes: Callable[[], tuple[DraftTree, list[int]]]  # the second half of `collect`
 
 
+class TreeRows(NamedTuple):
+    """The B requests of a step."""
+
+    slots: Tensor  # int64 [B]
+    roots: Tensor  # int64 [B], their last known tokens
+    host: list[tuple[int, int]]  # the host's copy of both
+
+
 class DraftSource(Protocol):
     """Where a drafter runs: `submit` starts drafting, `collect` takes the trees that are ready for the next step."""
 
@@ -178,10 +186,10 @@ class DraftSource(Protocol):
     ) -> UnsizedTrees:
         """`take_unsized` of trees that the device has made for these requests: `Pass.drafts`."""
 
-    def collect(self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]) -> tuple[DraftTree, list[int]]:
-        """(trees, their numbers of nodes on the host) of requests whose last known tokens are `roots`.
+    def collect(self, rows: TreeRows, draft_limits: Sequence[DraftLimit]) -> tuple[DraftTree, list[int]]:
+        """(trees, their numbers of nodes on the host) of these requests.
 
-        `slots` and `roots` are int64 [B]. A tree has at most `draft_limits[b].num_tokens` nodes beside its root, and
+        A tree has at most `draft_limits[b].num_tokens` nodes beside its root, and
         none that is less likely than `min_score`. It is a root only if no tree is ready, or if the tree is invalid or
         was made for another last token.
         """

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.drafter import Drafter, DraftFaultError, UnsizedTrees, composite_of
+from specray.spec_decode.drafter import Drafter, DraftFaultError, TreeRows, UnsizedTrees, composite_of
 from specray.spec_decode.pending_trees import PendingTrees, TakenTrees
 from specray.spec_decode.propose_context import ProposeContext
 from specray.spec_decode.tree_edits import limited
@@ -45,8 +45,8 @@ class InlineDrafts:
             self._pending.put(context.bounds[0][: len(context.requests)], tree)
         self.seconds = time.perf_counter() - start
 
-    def collect(self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]) -> tuple[DraftTree, list[int]]:
-        return self._read(self._pending.take(slots, roots, draft_limits))
+    def collect(self, rows: TreeRows, draft_limits: Sequence[DraftLimit]) -> tuple[DraftTree, list[int]]:
+        return self._read(self._pending.take(rows.slots, rows.roots, draft_limits))
 
     def take_unsized(self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]) -> UnsizedTrees:
         taken = self._pending.take(slots, roots, draft_limits)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from specray.spec_decode.draft_tree import NONE, DraftTree
-from specray.spec_decode.drafter import UnsizedTrees
+from specray.spec_decode.drafter import TreeRows, UnsizedTrees
 from specray.spec_decode.propose_context import ProposeContext
 from specray.step import DrafterUse, DraftFault, DraftLimit
 
@@ -41,11 +41,11 @@ class NoDrafts:
     ) -> UnsizedTrees:
         raise AssertionError("no graph of the target drafts")
 
-    def collect(self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]) -> tuple[DraftTree, list[int]]:  # noqa: ARG002
-        count = roots.shape[0]
+    def collect(self, rows: TreeRows, draft_limits: Sequence[DraftLimit]) -> tuple[DraftTree, list[int]]:  # noqa: ARG002
+        count = rows.roots.shape[0]
         if count not in self._trees:
             self._trees[count] = self._parents[:count], self._num_nodes[:count]
-        return DraftTree(roots.view(-1, 1), *self._trees[count], 0), [1] * count
+        return DraftTree(rows.roots.view(-1, 1), *self._trees[count], 0), [1] * count
 
     def release(self, slots: Sequence[int]) -> None:
         """There is no state."""

@@ -16,6 +16,7 @@ from specray.ops.attention import AttentionBatch
 from specray.ops.sampling_state import TokenMask
 from specray.ops.step_tensors import RaggedIndex
 from specray.spec_decode.draft_tree import DraftTree
+from specray.spec_decode.drafter import TreeRows
 from specray.spec_decode.request_state import RequestState
 from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.torch_step_ops import FlatTokens
@@ -35,6 +36,7 @@ class ScheduledBatch(NamedTuple):
     last: Tensor  # int64 [R], positions of the last known tokens to compute: the roots
     roots: Tensor  # int64 [R], these tokens
     lengths: Tensor  # int64 [R], known tokens once these are computed: the positions that are sampled next
+    host_roots: list[int]  # the host's copy of `roots`
 
     @classmethod
     def of(cls, table: RequestTable, plan: StepPlan) -> "ScheduledBatch":
@@ -54,7 +56,13 @@ class ScheduledBatch(NamedTuple):
         roots = [state.token_ids[position] for state, position in zip(states, last, strict=True)]
         lengths = [position + 1 for position in last]
         columns = table.flush([row.slot for row in plan.rows], starts, num_known, last, roots, lengths)
-        return cls(states, num_known, sampling, [row.state_copies for row in plan.rows], *columns.unbind())
+        return cls(states, num_known, sampling, [row.state_copies for row in plan.rows], *columns.unbind(), roots)
+
+    @property
+    def trees(self) -> TreeRows:
+        """What a drafter's trees are chosen by."""
+        slots = [state.slot for state in self.states]
+        return TreeRows(self.slots, self.roots, list(zip(slots, self.host_roots, strict=True)))
 
     @property
     def are_all_sampling(self) -> bool:

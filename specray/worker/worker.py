@@ -330,7 +330,7 @@ class Worker:
             unsized = self.drafts.take_unsized(rows.slots, rows.roots, limits)
             if unsized is not None:
                 return StepBatch(rows, unsized.tree, unsized.most_nodes, None, unsized.wait_for_sizes)
-        tree, num_nodes = self.drafts.collect(rows.slots, rows.roots, limits)
+        tree, num_nodes = self.drafts.collect(rows.trees, limits)
         if self.grammars.slots:
             slots = [state.slot for state in rows.states]
             tree, num_nodes, mask = self.grammars.constrain(slots, rows.sampling, tree, num_nodes, limits)

@@ -4,6 +4,7 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from specray.worker.step_loop import StepLoop
 from specray.worker.step_output import CopiedOutcome
 from specray.worker.warm_up import warm_up
 from specray.worker.worker import Worker
+from tests.support.colocated import colocated_worker
 from tests.support.engine import generate, make_llm
 from tests.support.graph_stand_in import RecordedGraphs, recorded_graphs
 from tests.support.host_reads import HostReads
@@ -82,6 +84,18 @@ def test_the_host_reads_nothing_between_an_outcome_and_the_next_launch(
     toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: Counter[tuple[bool, bool]]
 ) -> None:
     """Nor does that launch wait for an outcome: the one of step k is read behind the launch of step k + 1."""
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    with make_llm(toy, max_running_requests=1, speculative=METHODS["EAGLE3"](toy, tmp_path)) as llm:
+        begun.clear()
+        with host_events(monkeypatch) as events:
+            llm.generate([[5, 6, 7]], params)
+    assert begun[True, True] > 5, begun
+    assert launches_without_reads(events) >= begun[True, True] - 1, events
+
+
+@contextmanager
+def host_events(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The launches of forward passes in graphs, the outcomes that the host reads, and what else it reads, in order."""
     reads = HostReads()
     replay, output = RecordedGraphs.replay, CopiedOutcome.output
 
@@ -95,26 +109,25 @@ def test_the_host_reads_nothing_between_an_outcome_and_the_next_launch(
         reads.places.append(OUTCOME)
         return found
 
-    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-    with make_llm(toy, max_running_requests=1, speculative=METHODS["EAGLE3"](toy, tmp_path)) as llm:
-        monkeypatch.setattr(RecordedGraphs, "replay", replayed)
-        monkeypatch.setattr(CopiedOutcome, "output", was_read)
-        with reads:
-            llm.generate([[5, 6, 7]], params)
-    events = reads.places
-    early = begun[True, True]
-    assert early > 5
-    num_without_reads = 0
+    monkeypatch.setattr(RecordedGraphs, "replay", replayed)
+    monkeypatch.setattr(CopiedOutcome, "output", was_read)
+    with reads:
+        yield reads.places
+
+
+def launches_without_reads(events: list[str]) -> int:
+    """Launches before which the host read nothing, from the outcome before them on."""
+    count = 0
     since: list[str] | None = None  # events since the last outcome
     for event in events:
         if event == OUTCOME:
             since = []
         elif event == LAUNCH:
-            num_without_reads += since == []
+            count += since == []
             since = None
         elif since is not None:
             since.append(event)
-    assert num_without_reads >= early - 1, (num_without_reads, early, events)
+    return count
 
 
 class RouterSide:
@@ -179,3 +192,33 @@ def test_ranks_behind_a_router_begin_early(
 
 def ready(connection: socket.socket) -> bool:
     return Channel(connection, EPOCH).poll(0.0)
+
+
+def test_the_host_reads_nothing_between_an_outcome_and_the_next_launch_with_a_drafter_in_another_process(
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: Counter[tuple[bool, bool]]
+) -> None:
+    """It drafts after the outcome, whose tokens it is sent. Its trees are known to the host."""
+    config = EngineConfig(
+        model=str(toy),
+        dtype="float32",
+        device="cpu",
+        num_threads=1,
+        max_total_tokens=1024,
+        max_running_requests=1,
+        speculative=METHODS["EAGLE3"](toy, tmp_path),
+    )
+    params = SamplingParams(temperature=0.0, seed=0, max_tokens=30, ignore_eos=True)
+    [plain] = generate(toy, [[5, 6, 7]], params, disable_cuda_graph=True)
+    with colocated_worker(config, tmp_path) as worker:
+        begun.clear()
+        executor = StepLoop(worker)
+        worker.capacity = worker.capacity._replace(max_draft_tokens=worker.drafts.max_draft_tokens)
+        engine = Engine(config, executor, load_tokenizer(toy).backend_tokenizer)
+        engine.add_request(EngineRequest("r", [5, 6, 7], params))
+        tokens: list[int] = []
+        with host_events(monkeypatch) as events:
+            while engine.has_work:
+                tokens += [token for output in engine.step() for token in output.token_ids]
+    assert tokens == plain.token_ids
+    assert begun[False, True] > 5, begun
+    assert launches_without_reads(events) >= begun[False, True] - 1, events

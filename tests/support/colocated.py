@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from specray.config import SpeculativeConfig
+from specray.config import EngineConfig, SpeculativeConfig
 from specray.llm import LLM
 from specray.spec_decode.drafter import Drafter, DraftSource
 from specray.step import DraftFault
@@ -16,6 +16,8 @@ from specray.worker.loading import ring_limits
 from specray.worker.remote_drafter.handshake import DraftEndpoint, dismiss
 from specray.worker.remote_drafter.server import DraftServer, make_draft_server, remote_target_view
 from specray.worker.remote_drafter.source import RemoteDrafts
+from specray.worker.startup import start_worker
+from specray.worker.warm_up import warm_up
 from specray.worker.worker import Worker
 
 EPOCH = 7
@@ -23,6 +25,27 @@ EPOCH = 7
 
 def worker_of(llm: LLM) -> Worker:
     return llm._executor.worker
+
+
+@contextlib.contextmanager
+def colocated_worker(config: EngineConfig, folder: Path) -> Iterator[Worker]:
+    """A worker that is ready, whose drafter is connected and drafts in a thread."""
+    endpoint = DraftEndpoint(str(folder / "drafts"), EPOCH)
+    worker = start_worker(config, colocate=endpoint)
+    assert isinstance(worker.drafts, RemoteDrafts)
+    server = make_draft_server(config, remote_target_view(config), worker.capacity.num_blocks * config.page_size)
+
+    def draft() -> None:
+        with torch.inference_mode():
+            server.serve(endpoint.address, endpoint.epoch)
+
+    thread = threading.Thread(target=draft)
+    with contextlib.closing(worker.drafts):
+        thread.start()
+        worker.drafts.await_drafter(30.0)
+        warm_up(worker, config)
+        yield worker
+    thread.join(30.0)
 
 
 class Colocated:
@@ -98,7 +121,7 @@ class Recorded:
     def __getattr__(self, name: str) -> object:
         return getattr(self._source, name)
 
-    def collect(self, slots, roots, draft_limits):  # type: ignore[no-untyped-def]
-        tree, num_nodes = self._source.collect(slots, roots, draft_limits)
+    def collect(self, rows, draft_limits):  # type: ignore[no-untyped-def]
+        tree, num_nodes = self._source.collect(rows, draft_limits)
         self.trees.append(tree.to_lists())
         return tree, num_nodes

@@ -20,8 +20,7 @@ from torch import Tensor
 from specray.channel import Channel, ChannelClosedError
 from specray.errors import ConfigError, EngineDeadError
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.drafter import DraftFaultError, UnsizedTrees
-from specray.spec_decode.pending_trees import PendingTrees
+from specray.spec_decode.drafter import DraftFaultError, TreeRows, UnsizedTrees
 from specray.spec_decode.propose_context import ProposeContext
 from specray.spec_decode.request_table import RequestTable
 from specray.step import TOLERATED_FAULTS, DrafterUse, DraftFault, DraftLimit
@@ -36,6 +35,7 @@ from specray.worker.remote_drafter.handshake import (
     listen,
     unpack_handshake,
 )
+from specray.worker.remote_drafter.received_trees import ReceivedTrees
 from specray.worker.remote_drafter.ring import NUM_REGIONS, HiddenStateRing, open_file
 from specray.worker.remote_drafter.wire import DeltaEncoder, TargetHandshake, pack, unpack_reply
 
@@ -74,7 +74,7 @@ class RemoteDrafts:
         self._epoch, self._uses_ipc = endpoint.epoch, endpoint.uses_cuda_ipc
         self._limits = limits
         self._table = table
-        self._pending = PendingTrees(table.num_slots, table.vocab_size, table.device)
+        self._pending = ReceivedTrees(table.device)
         self._peer: _Peer | None = None
         self._is_new = False
         self._faults: list[DraftFault] = []
@@ -117,14 +117,13 @@ class RemoteDrafts:
     ) -> UnsizedTrees:
         raise AssertionError("no graph of the target drafts")
 
-    def collect(self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]) -> tuple[DraftTree, list[int]]:
+    def collect(self, rows: TreeRows, draft_limits: Sequence[DraftLimit]) -> tuple[DraftTree, list[int]]:
         self._admit()
         if self._peer is not None:
             with self._recorded_faults():
                 if self._peer.collect(self._pending):
                     self._faults.append(DraftFault.MEMBER_NOT_A_NUMBER)
-        tree, num_nodes, _ = self._pending.read(self._pending.take(slots, roots, draft_limits))
-        return tree, num_nodes
+        return self._pending.take(rows, draft_limits)
 
     def release(self, slots: Sequence[int]) -> None:
         self._pending.drop(slots)
@@ -196,7 +195,7 @@ class RemoteDrafts:
         if self._peer is not None:
             self._peer.close()
             self._peer = None
-            self._pending = PendingTrees(self._table.num_slots, self._table.vocab_size, self._table.device)
+            self._pending = ReceivedTrees(self._table.device)
 
 
 def _refuse(connection: socket.socket, channel: Channel, reason: str) -> None:
@@ -274,7 +273,7 @@ class _Peer:
         self._unanswered.append(_Sent(self._number, region, slots, set(), time.monotonic()))
         self._channel.send(pack(order), SEND_S)
 
-    def collect(self, pending: PendingTrees) -> bool:
+    def collect(self, pending: ReceivedTrees) -> bool:
         """Put the last order's trees into `pending` once they arrive, waiting at most `_reply_timeout_s`.
 
         Returns whether one of several drafters is broken.
@@ -308,7 +307,7 @@ class _Peer:
         self._channel.close()
         self._ring.close()
 
-    def _receive(self, data: bytes, pending: PendingTrees) -> bool:
+    def _receive(self, data: bytes, pending: ReceivedTrees) -> bool:
         """See `collect`."""
         sent = self._unanswered.popleft()
         try:
@@ -317,7 +316,7 @@ class _Peer:
                 raise DraftFaultError(DraftFault(reply.fault))
             if reply.number != sent.number:
                 raise ValueError(f"a reply to order {reply.number} instead of {sent.number}")
-            tree = reply.tree(len(sent.slots), self._table.vocab_size, self.handshake.max_draft_tokens)
+            trees = reply.checked_trees(len(sent.slots), self._table.vocab_size, self.handshake.max_draft_tokens)
         except ValueError:
             raise DraftFaultError(DraftFault.NONSENSE) from None
         self._free.append(sent.region)
@@ -325,7 +324,7 @@ class _Peer:
         self.seconds = reply.seconds
         self._uses += reply.uses
         if sent.slots and not self._unanswered:
-            pending.put(torch.tensor(sent.slots, dtype=torch.int64).to(self._table.device), tree.to(self._table.device))
+            pending.put(sent.slots, trees)
             pending.drop(list(sent.freed))
         return reply.num_broken > 0
 

@@ -20,6 +20,7 @@ from specray.spec_decode.draft_tree import NONE, ROOT, DraftTree, TreeLists
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 from specray.spec_decode.request_table import RequestTable
 from specray.step import DrafterUse, DraftFault, NewRequest
+from specray.worker.remote_drafter.received_trees import ReceivedTree
 
 Score = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 _MOST_OF_A_USE = 1e9  # seconds or trees of a step, far above any that is true
@@ -98,22 +99,19 @@ class DraftReply(NamedTuple):
     def failed(cls, number: int, seconds: float, fault: DraftFault) -> "DraftReply":
         return cls(number, seconds, [], fault, [], [])
 
-    def tree(self, num_requests: int, vocab_size: int, max_draft_tokens: int) -> DraftTree:
-        """The trees, on the CPU. ValueError if they are not valid trees of `num_requests` requests."""
+    def checked_trees(self, num_requests: int, vocab_size: int, max_draft_tokens: int) -> list[ReceivedTree]:
+        """The trees. ValueError if they are not valid trees of `num_requests` requests."""
         if len(self.trees) != num_requests or len(self.scores) not in (0, num_requests):
             raise ValueError(
                 f"{len(self.trees)} trees and {len(self.scores)} rows of scores for {num_requests} requests"
             )
         for tokens, parents in self.trees:
             _check_tree(tokens, parents, vocab_size, max_draft_tokens)
-        made = DraftTree.from_lists(self.trees)
         if not self.scores:
-            return made
+            return [ReceivedTree(tree, []) for tree in self.trees]
         if [len(scores) for scores in self.scores] != [len(tokens) for tokens, _ in self.trees]:
             raise ValueError("the scores have another shape than the trees")
-        width = made.tokens.shape[1]
-        padded = [[*scores, *[0.0] * (width - len(scores))] for scores in self.scores]
-        return made._replace(scores=torch.tensor(padded, dtype=torch.float32))
+        return [ReceivedTree(tree, scores) for tree, scores in zip(self.trees, self.scores, strict=True)]
 
 
 def pack(message: TargetHandshake | Order | DraftReply) -> bytes:
@@ -133,7 +131,7 @@ def unpack_order(data: bytes) -> Order:
 
 
 def unpack_reply(data: bytes) -> DraftReply:
-    """ValueError for anything that is not a reply. `DraftReply.tree` checks the trees."""
+    """ValueError for anything that is not a reply. `DraftReply.checked_trees` checks the trees."""
     try:
         reply = _REPLY.validate_python(msgpack.unpackb(data), strict=True)
     except ValueError:  # of msgpack or pydantic; their messages would print the data, however deeply it is nested

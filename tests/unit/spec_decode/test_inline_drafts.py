@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specray.spec_decode.draft_tree import NONE, DraftTree, TreeLists
-from specray.spec_decode.drafter import DraftSource
+from specray.spec_decode.drafter import DraftSource, TreeRows
 from specray.spec_decode.inline_drafts import InlineDrafts
 from specray.spec_decode.no_drafts import NoDrafts
 from specray.spec_decode.pending_trees import PendingTrees
@@ -55,7 +55,8 @@ def context(*slots: int, limit: DraftLimit = UNLIMITED) -> ProposeContext:
 def collect(source: DraftSource, roots: dict[int, int], limit: DraftLimit = UNLIMITED) -> list[TreeLists]:
     """Collect the trees of slots with their last known tokens."""
     slots, tokens = torch.tensor([list(roots), list(roots.values())], dtype=torch.int64)
-    tree, num_nodes = source.collect(slots, tokens, [limit] * len(roots))
+    rows = TreeRows(slots, tokens, list(roots.items()))
+    tree, num_nodes = source.collect(rows, [limit] * len(roots))
     assert num_nodes == tree.num_nodes.tolist()
     assert tree.max_depth <= tree.tokens.shape[1] - 1
     return tree.to_lists()

@@ -1,13 +1,11 @@
 """Before an engine is ready, it has captured all graphs and called all kernels, and so has a drafter that connects."""
 
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
 
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.engine.engine import Engine
@@ -18,13 +16,12 @@ from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.eagle import EagleDrafter
 from specray.spec_decode.propose_context import ProposeContext
 from specray.worker.remote_drafter import source
-from specray.worker.remote_drafter.handshake import DraftEndpoint
-from specray.worker.remote_drafter.server import make_draft_server, remote_target_view
 from specray.worker.remote_drafter.source import RemoteDrafts
 from specray.worker.startup import start_worker
 from specray.worker.step_loop import StepLoop
 from specray.worker.warm_up import warm_up
 from specray.worker.worker import Worker
+from tests.support.colocated import colocated_worker
 from tests.support.graph_stand_in import RecordedGraphs, recorded_graphs
 from tests.support.methods import METHODS
 
@@ -53,22 +50,8 @@ def ready_worker(config: EngineConfig, folder: Path, placement: str) -> Iterator
         warm_up(worker, config)
         yield worker
         return
-    endpoint = DraftEndpoint(str(folder / "drafts"), epoch=7)
-    worker = start_worker(config, colocate=endpoint)
-    assert isinstance(worker.drafts, RemoteDrafts)
-    server = make_draft_server(config, remote_target_view(config), worker.capacity.num_blocks * config.page_size)
-
-    def draft() -> None:
-        with torch.inference_mode():
-            server.serve(endpoint.address, endpoint.epoch)
-
-    thread = threading.Thread(target=draft)
-    with closing(worker.drafts):
-        thread.start()
-        worker.drafts.await_drafter(30.0)
-        warm_up(worker, config)
+    with colocated_worker(config, folder) as worker:
         yield worker
-    thread.join(30.0)
 
 
 def run_requests(worker: Worker, config: EngineConfig) -> Engine:

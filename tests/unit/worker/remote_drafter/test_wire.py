@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from specray.config import MAX_DRAFTERS
-from specray.spec_decode.draft_tree import DraftTree
+from specray.spec_decode.draft_tree import DraftTree, TreeLists
 from specray.step import DrafterUse, DraftFault
 from specray.worker.remote_drafter.wire import (
     DeltaEncoder,
@@ -38,10 +38,9 @@ def test_the_next_order_after_missed_steps_names_their_kv_slots_once() -> None:
 
 def test_scores_cross_the_socket() -> None:
     tree = DraftTree.chains(torch.tensor([[9, 3], [9, 4]]))._replace(scores=torch.tensor([[1.0, 0.3], [1.0, 0.7]]))
-    received = unpack_reply(pack(DraftReply.of(1, 0.5, tree))).tree(2, vocab_size=10, max_draft_tokens=1)
-    assert received.scores is not None
-    assert torch.equal(received.scores, torch.tensor([[1.0, 0.3], [1.0, 0.7]]))
-    assert REPLY.tree(1, vocab_size=10, max_draft_tokens=1).scores is None
+    received = unpack_reply(pack(DraftReply.of(1, 0.5, tree))).checked_trees(2, vocab_size=10, max_draft_tokens=1)
+    assert [each.scores for each in received] == tree.scores.tolist()
+    assert REPLY.checked_trees(1, vocab_size=10, max_draft_tokens=1)[0].scores == []
 
 
 @pytest.mark.parametrize("scores", [None, torch.tensor([[1.0, 0.3, 0.1], [1.0, 0.7, 0.0]])])
@@ -49,9 +48,8 @@ def test_one_copy_to_the_host_keeps_all_of_a_tree(scores: torch.Tensor | None) -
     tokens, parents = torch.tensor([[9, 3, 4], [9, 4, -1]]), torch.tensor([[-1, 0, 0], [-1, 0, -1]])
     tree = DraftTree(tokens, parents, torch.tensor([3, 2]), 1, scores=scores)
     assert _lists_from_device(tree) == _lists(tree)
-    received = DraftReply.of(1, 0.5, tree).tree(2, vocab_size=10, max_draft_tokens=2)
-    assert torch.equal(received.tokens, tokens)
-    assert torch.equal(received.parents, parents)
+    received = DraftReply.of(1, 0.5, tree).checked_trees(2, vocab_size=10, max_draft_tokens=2)
+    assert [each.nodes for each in received] == [TreeLists([9, 3, 4], [-1, 0, 0]), TreeLists([9, 4], [-1, 0])]
 
 
 def test_of_several_drafters_one_that_is_broken_leaves_the_others_trees() -> None:
@@ -59,11 +57,9 @@ def test_of_several_drafters_one_that_is_broken_leaves_the_others_trees() -> Non
     tree = tree._replace(scores=torch.tensor([[1.0, 0.3], [0.0, 0.0]]))
     assert DraftReply.of(1, 0.5, tree).fault is DraftFault.NOT_A_NUMBER
     reply = unpack_reply(pack(DraftReply.of(1, 0.5, tree, lambda: torch.tensor([9, 8]))))
-    received = reply.tree(2, vocab_size=10, max_draft_tokens=1)
+    received = reply.checked_trees(2, vocab_size=10, max_draft_tokens=1)
     assert (reply.fault, reply.num_broken) == (None, 1)
-    assert received.num_nodes.tolist() == [2, 1]
-    assert received.tokens[0].tolist() == [9, 3]
-    assert received.tokens[1, 0] == 8
+    assert [each.nodes.tokens for each in received] == [[9, 3], [8]]
 
 
 def test_a_fault_crosses_the_socket() -> None:
@@ -81,7 +77,7 @@ def test_a_count_of_broken_trees_that_is_none_is_no_reply() -> None:
 @pytest.mark.parametrize("scores", [[[1.0]], [[1.0, 0.5, 0.2]], [[1.0, 0.5], [1.0, 0.5]]])
 def test_scores_of_another_number_of_nodes_are_no_trees(scores: list[list[float]]) -> None:
     with pytest.raises(ValueError, match="scores"):
-        REPLY._replace(scores=scores).tree(1, vocab_size=10, max_draft_tokens=1)
+        REPLY._replace(scores=scores).checked_trees(1, vocab_size=10, max_draft_tokens=1)
 
 
 @pytest.mark.parametrize("score", [-0.5, float("nan")])
