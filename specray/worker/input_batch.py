@@ -56,7 +56,9 @@ class ScheduledBatch(NamedTuple):
         roots = [state.token_ids[position] for state, position in zip(states, last, strict=True)]
         lengths = [position + 1 for position in last]
         columns = table.flush([row.slot for row in plan.rows], starts, num_known, last, roots, lengths)
-        return cls(states, num_known, sampling, [row.state_copies for row in plan.rows], *columns.unbind(), roots)
+        return cls(
+            states, num_known, sampling, [row.state_copies for row in plan.rows], *columns.unbind(), host_roots=roots
+        )
 
     @property
     def trees(self) -> TreeRows:

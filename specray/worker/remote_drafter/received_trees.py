@@ -67,8 +67,7 @@ def packed(trees: Sequence[TreeLists], device: torch.device) -> DraftTree:
     for tokens, parents in trees:
         padding = [NONE] * (width - len(tokens))
         rows.append([len(tokens), *tokens, *padding, *parents, *padding])
-    num_nodes, tokens, parents = (
-        torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True).split((1, width, width), 1)
-    )
+    columns = torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
+    num_nodes, tokens, parents = columns.tensor_split((1, 1 + width), 1)
     are_chains = all(tree.parents == list(range(NONE, len(tree.parents) - 1)) for tree in trees)
     return DraftTree(tokens, parents, num_nodes[:, 0], width - 1, None, are_chains)
