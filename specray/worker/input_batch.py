@@ -30,13 +30,13 @@ class ScheduledBatch(NamedTuple):
     num_known: list[int]  # known tokens to compute in this step, the root included
     sampling: list[int]  # rows whose known tokens are all computed after this step: they sample
     state_copies: list[Sequence[tuple[int, int]]]  # of each request, see ScheduledRequest
+    host_roots: list[int]  # the host's copy of `roots`
     slots: Tensor  # int64 [R]
     starts: Tensor  # int64 [R], position of the first token to compute
     counts: Tensor  # int64 [R], num_known on the device
     last: Tensor  # int64 [R], positions of the last known tokens to compute: the roots
     roots: Tensor  # int64 [R], these tokens
     lengths: Tensor  # int64 [R], known tokens once these are computed: the positions that are sampled next
-    host_roots: list[int]  # the host's copy of `roots`
 
     @classmethod
     def of(cls, table: RequestTable, plan: StepPlan) -> "ScheduledBatch":
@@ -56,9 +56,7 @@ class ScheduledBatch(NamedTuple):
         roots = [state.token_ids[position] for state, position in zip(states, last, strict=True)]
         lengths = [position + 1 for position in last]
         columns = table.flush([row.slot for row in plan.rows], starts, num_known, last, roots, lengths)
-        return cls(
-            states, num_known, sampling, [row.state_copies for row in plan.rows], *columns.unbind(), host_roots=roots
-        )
+        return cls(states, num_known, sampling, [row.state_copies for row in plan.rows], roots, *columns.unbind())
 
     @property
     def trees(self) -> TreeRows:

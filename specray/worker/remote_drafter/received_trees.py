@@ -64,9 +64,9 @@ def packed(trees: Sequence[TreeLists], device: torch.device) -> DraftTree:
     """Trees on `device`, by one copy."""
     width = max(len(tree.tokens) for tree in trees)
     rows = []
-    for tokens, parents in trees:
-        padding = [NONE] * (width - len(tokens))
-        rows.append([len(tokens), *tokens, *padding, *parents, *padding])
+    for tree in trees:
+        padding = [NONE] * (width - len(tree.tokens))
+        rows.append([len(tree.tokens), *tree.tokens, *padding, *tree.parents, *padding])
     columns = torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
     num_nodes, tokens, parents = columns.tensor_split((1, 1 + width), 1)
     are_chains = all(tree.parents == list(range(NONE, len(tree.parents) - 1)) for tree in trees)
