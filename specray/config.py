@@ -45,7 +45,7 @@ class DrafterOptions(Options):
 
     algorithm: str | None = Field(
         None,
-        description="EAGLE3, EAGLE (or NEXTN), MTP, PARALLEL, STANDALONE, NGRAM, or the import "
+        description="EAGLE3, EAGLE (or NEXTN), MTP, PARALLEL, DFLASH, DSPARK, STANDALONE, NGRAM, or the import "
         "path of a drafter (package.module:Class); null decodes without drafts.",
     )
     num_steps: Annotated[int, Field(ge=1, le=32)] | None = Field(
@@ -392,7 +392,7 @@ class SpeculativeConfig(DrafterOptions):
             name = changed[0]
             raise ConfigError(
                 f"speculative.{name}={getattr(self, name)!r} has no effect while speculative.algorithm is null; "
-                f"set an algorithm (EAGLE3, EAGLE, MTP, PARALLEL, STANDALONE, NGRAM) or remove {name}"
+                f"set an algorithm (EAGLE3, EAGLE, MTP, PARALLEL, DFLASH, DSPARK, STANDALONE, NGRAM) or remove {name}"
             )
         return self
 

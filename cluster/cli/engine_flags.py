@@ -64,6 +64,7 @@ ANSWERS: dict[str, str] = {
     "use --speculative-draft-model-path": "speculative-draft-model spec-model",
     "use --speculative-algorithm": "spec-method",
     "use --speculative-num-steps, --speculative-eagle-topk and --speculative-num-draft-tokens": "spec-tokens",
+    "use --speculative-num-draft-tokens, which counts the known token, too": "speculative-dflash-block-size",
     "use the flags --speculative-*: docs/migrating.md lists its keys": "speculative-config -sc",
     "use --speculative-budget, which adapts the trees by default": "speculative-adaptive*",
     "use --hf-overrides": "model-class-overrides",

@@ -12,7 +12,7 @@ from specray.config import SpeculativeConfig
 from specray.errors import ConfigError
 from specray.spec_decode.custom import check_attributes, check_custom, load_custom
 from specray.spec_decode.ngram_rules import NGRAM_OPTIONS, check_ngram, check_override
-from specray.spec_decode.tree_shape import check_tree, check_tree_drafter
+from specray.spec_decode.tree_shape import check_block, check_tree, check_tree_drafter
 
 if TYPE_CHECKING:
     from specray.spec_decode.drafter import Drafter, TargetFiles, TargetView
@@ -87,6 +87,18 @@ def _parallel(config: SpeculativeConfig, target: "TargetView") -> "Drafter":
     return make_parallel(config, target)
 
 
+def _block(config: SpeculativeConfig, target: "TargetView") -> "Drafter":
+    from specray.spec_decode.block import make_block
+
+    return make_block(config, target)
+
+
+def _check_block(config: SpeculativeConfig, target: "TargetFiles") -> None:
+    from specray.spec_decode.block import check_block_drafter
+
+    check_block_drafter(config, target)
+
+
 def _check_eagle3(config: SpeculativeConfig, target: "TargetFiles") -> None:
     from specray.models.heads.loading import check_head_files
 
@@ -136,6 +148,8 @@ DRAFTERS: dict[str, Method] = {
     "NEXTN": Method(_eagle_or_mtp, _HEAD | _TREE | {"token_map"}, check_tree, _check_eagle_or_mtp),
     "MTP": Method(_mtp, _HEAD | _TREE | {"token_map"}, check_tree, _check_mtp),
     "PARALLEL": Method(_parallel, _HEAD | _TREE, check_tree_drafter, _check_parallel),
+    "DFLASH": Method(_block, _HEAD | _TREE, check_block, _check_block, drafts_on_every_rank=False),
+    "DSPARK": Method(_block, _HEAD | _TREE, check_block, _check_block, drafts_on_every_rank=False),
     "STANDALONE": Method(_standalone, _HEAD | _TREE | {"token_map"}, check_tree_drafter, _check_standalone),
     "NGRAM": Method(_ngram, NGRAM_OPTIONS | {"num_draft_tokens"}, check_ngram),
 }

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specray.models.heads.block_files import BlockMask
 from specray.ops.attention import Attend, AttentionBackend, AttentionBatch
 from specray.ops.step_tensors import RaggedIndex
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
@@ -67,6 +68,15 @@ class ReadTokens(NamedTuple):
     read_lens: Sequence[int] | None = None  # how many last tokens of each request are read; None: any
 
 
+class ReadBlocks(NamedTuple):
+    """The T tokens that a step committed, and the B blocks of rows behind them."""
+
+    positions: Tensor  # int64 [T]
+    written: Tensor  # int64 [T], KV slots of these positions
+    block_positions: Tensor  # int64 [B * rows]
+    attend: Attend  # of the rows of the blocks, once the KV of the committed tokens is written
+
+
 AttendLevel = Callable[[int, Tensor], Attend]
 
 
@@ -99,6 +109,12 @@ class DraftRows(Protocol):
         """What `layer` reads, with `num_extra` tokens behind those of each request that gets a tree.
 
         None if it reads nothing.
+        """
+
+    def read_blocks(self, kv: DraftKV, masks: Sequence[BlockMask]) -> ReadBlocks:
+        """The committed tokens, and for each request that gets a tree a block of rows in all its `kv.extra` KV slots.
+
+        `masks` has one for each layer. The first row of a block is the root, at position `ends`.
         """
 
     def levels(self, kv: DraftKV, shape: TreeShape) -> AttendLevel:
@@ -174,6 +190,17 @@ class ScheduledRows:
         read_lens = [1] * self.count + [0] * (len(requests) - self.count)
         return ReadTokens(token_ids, positions, written, attend, last[: self.count, None], before, None, read_lens)
 
+    def read_blocks(self, kv: DraftKV, masks: Sequence[BlockMask]) -> ReadBlocks:
+        assert kv.extra is not None
+        requests, (slots, starts, ends), kv_slots, kv_lens = self._reads[0]
+        total = sum(request.end - request.start for request in requests)
+        _, positions, written, _ = self.context.table.ops.extend_input(slots, starts, ends, total)
+        blocks = kv.extra[: self.count]
+        prefix = self._first(kv_slots, kv_lens)
+        plans = {mask: kv.attention.plan(_block_batch(prefix, blocks, mask)) for mask in dict.fromkeys(masks)}
+        attend = by_layer([plans[mask] for mask in masks] if len(plans) > 1 else [*plans.values()])
+        return ReadBlocks(positions, written, block_positions(self.ends, blocks, kv.last_position), attend)
+
     def levels(self, kv: DraftKV, shape: TreeShape) -> AttendLevel:
         assert kv.nodes is not None
         count, topk, nodes = self.count, shape.topk, kv.nodes[: self.count]
@@ -241,6 +268,11 @@ class ScheduledRows:
         return ReadTokens(token_ids, positions, written, attend, last, before, Extras(are_extra, known))
 
 
+def block_positions(ends: Tensor, blocks: Tensor, last_position: int) -> Tensor:
+    """int64 [B * rows] of the rows of `blocks` [B, rows] from `ends` [B] on, up to the last one."""
+    return (ends[:, None] + torch.arange(blocks.shape[1], device=ends.device)).clamp(max=last_position).flatten()
+
+
 def by_layer(plans: Sequence[Attend]) -> Attend:
     """One Attend for all layers: layer i uses plan i; a single plan is used by all layers."""
     return plans[0] if len(plans) == 1 else lambda layer, q, kv: plans[layer](layer, q, kv)
@@ -249,6 +281,33 @@ def by_layer(plans: Sequence[Attend]) -> Attend:
 def _causal(lengths: list[int], kv_lens: list[int], kv_slots: Tensor, written: Tensor) -> AttentionBatch:
     """Consecutive tokens of each request."""
     return AttentionBatch(lengths, kv_lens, kv_slots, written, [(0, 0)] * len(lengths))
+
+
+def _block_batch(prefix: Prefix, blocks: Tensor, mask: BlockMask) -> AttentionBatch:
+    """The rows of `blocks`, KV slots int64 [B, rows], behind their contexts."""
+    (kv_slots, kv_lens), (count, size), window, device = prefix, blocks.shape, mask.window, blocks.device
+    lengths, written = [size] * count, blocks.flatten()
+    if mask.is_causal and window is None:
+        kv_lens = [length + size for length in kv_lens]
+        return AttentionBatch(lengths, kv_lens, _appended(*prefix, blocks), written, [(0, 0)] * count)
+    seen = [0 if window is None else min(length, window - 1) for length in kv_lens]  # keys before the block, by a mask
+    if window is not None:  # those that no row sees are left out: its distance from the first row is the smallest
+        last = torch.tensor([kv_lens, seen], device=device)
+        places = (last[0] - last[1])[:, None] + torch.arange(max(seen, default=0), device=device)
+        kv_slots, kv_lens = kv_slots.gather(1, places.clamp(max=kv_slots.shape[1] - 1)), seen
+    starts, width = torch.tensor(seen, device=device)[:, None, None], max(seen, default=0) + size
+    distance = starts + torch.arange(size, device=device)[:, None] - torch.arange(width, device=device)
+    sees = distance >= 0 if mask.is_causal else torch.ones_like(distance, dtype=torch.bool)
+    if window is not None:
+        sees = sees & (distance.abs() < window)
+    return AttentionBatch(
+        query_lens=lengths,
+        kv_lens=[length + size for length in kv_lens],
+        kv_slots=_appended(kv_slots, kv_lens, blocks),
+        slot_mapping=written,
+        tree_sizes=[(size, length + size) for length in seen],
+        tree_mask=sees,
+    )
 
 
 def _appended(kv_slots: Tensor, kv_lens: list[int], more: Tensor) -> Tensor:

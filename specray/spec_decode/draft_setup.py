@@ -45,9 +45,13 @@ def scratch_slots(target: TargetView, per_row: int) -> Tensor:
     return target.num_slots + slots.view(target.max_rows, per_row)
 
 
-def head_attention(head: HeadKV, num_slots: int, target: TargetView) -> AttentionBackend:
-    """Attention over a new KV pool of a draft head."""
-    pool = make_pool(head.num_layers, num_slots, head.num_kv_heads, head.head_dim, head.dtype, target.device)
+def head_pool(head: HeadKV, num_slots: int, target: TargetView) -> Tensor:
+    """A new KV pool of a draft head."""
+    return make_pool(head.num_layers, num_slots, head.num_kv_heads, head.head_dim, head.dtype, target.device)
+
+
+def head_attention(head: HeadKV, pool: Tensor, target: TargetView) -> AttentionBackend:
+    """Attention over the KV pool of a draft head."""
     return make_backend(target.attention_backend, pool, head.num_heads, layers=head.layer_attention)
 
 
@@ -55,7 +59,7 @@ def head_kv(head: HeadKV, shape: TreeShape, target: TargetView, num_layers: int 
     """A new KV pool of a head whose trees have `shape`; see DraftKV."""
     nodes = scratch_slots(target, shape.topk * (shape.num_steps - 1))
     padding_slot = target.num_slots + nodes.numel()
-    attention = head_attention(head, padding_slot + 1, target)
+    attention = head_attention(head, head_pool(head, padding_slot + 1, target), target)
     last_position = target.context_length - 1
     return DraftKV(attention, shape, last_position, padding_slot, nodes, num_layers=num_layers)
 

@@ -6,27 +6,22 @@ the tokens before it in the tree are: all nodes of a level have the same candida
 selection of nodes are EAGLE-2's. A tree costs one pass through the head's weights instead of one for each level.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from specray.config import SpeculativeConfig
 from specray.models.heads.eagle3 import ParallelHead
 from specray.models.heads.loading import load_eagle3_head
-from specray.spec_decode.draft_rows import DraftKV, DraftRows, Reads, ScheduledRows
-from specray.spec_decode.draft_setup import attention_without_graphs, head_attention, scratch_slots, target_matrices
+from specray.spec_decode.draft_rows import DraftKV, DraftRows
+from specray.spec_decode.draft_setup import head_attention, head_pool, scratch_slots, target_matrices
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.draft_vocabulary import DraftVocabulary
 from specray.spec_decode.drafter import TargetView
-from specray.spec_decode.eagle_tree import CandidatePool
 from specray.spec_decode.fused_growth import FusedDrafts
-from specray.spec_decode.propose_context import DraftRequest, ProposeContext
-from specray.spec_decode.request_table import RequestTable
-from specray.spec_decode.tree_growth import with_draft_probs
-from specray.spec_decode.tree_noise import TreeNoise
+from specray.spec_decode.head_drafter import HeadDrafter
+from specray.spec_decode.propose_context import ProposeContext
+from specray.spec_decode.tree_growth import Prediction, grow_tree
 from specray.spec_decode.tree_shape import TreeShape, check_width, configured_shape
-from specray.spec_decode.written_slots import WrittenSlots
 
 
 def make_parallel(config: SpeculativeConfig, target: TargetView) -> "ParallelDrafter":
@@ -34,39 +29,20 @@ def make_parallel(config: SpeculativeConfig, target: TargetView) -> "ParallelDra
     return ParallelDrafter(head, configured_shape(config, target.architecture), target)
 
 
-class ParallelDrafter:
+class ParallelDrafter(HeadDrafter):
     """Drafter over a P-EAGLE head."""
-
-    reads_next_token = True
 
     def __init__(self, head: ParallelHead, shape: TreeShape, target: TargetView) -> None:
         check_width(shape, head.vocab_size)
-        self.max_draft_tokens = shape.num_draft_tokens - 1
-        self.aux_hidden_state_layers = head.aux_hidden_state_layers
-        self._head = head
         masks = scratch_slots(target, shape.num_steps - 1)  # their KV is discarded
         padding_slot = target.num_slots + masks.numel()
-        attention, last_position = head_attention(head, padding_slot + 1, target), target.context_length - 1
-        self._kv = DraftKV(attention, shape, last_position, padding_slot, None, extra=masks)
+        attention = head_attention(head, head_pool(head, padding_slot + 1, target), target)
+        last_position = target.context_length - 1
+        super().__init__(head, DraftKV(attention, shape, last_position, padding_slot, None, extra=masks), target)
+        self._head = head
         sizes = head.vocab_size, head.draft_token_ids, head.vocab_head
         self._vocabulary = DraftVocabulary(*sizes, target.max_rows, target.device)
         self._fused = FusedDrafts(head.network, self._kv, masks)
-        self.reason_without_graphs = attention_without_graphs(attention) or head.reason_without_graphs
-        self._written = WrittenSlots(target.num_slots)
-
-    @torch.inference_mode()
-    def propose(self, context: ProposeContext) -> DraftTree:
-        self._written.read(context)
-        requests = context.requests + context.unfinished
-        if not requests:
-            return DraftTree.from_lists([], context.table.device)
-        if self._written.are_all(context.table, requests):
-            if context.replay is not None:
-                return context.replay()
-            if (tree := self._fused.extend_and_grow(context, self._head.fuse)) is not None:
-                return tree
-        visible = self._written.visible(context.table, context.bounds[0], requests)
-        return self.draft(ScheduledRows(context, context.requests, [Reads(requests, context.bounds, *visible)]))
 
     @torch.inference_mode()
     def draft(self, rows: DraftRows) -> DraftTree:
@@ -83,31 +59,13 @@ class ParallelDrafter:
         output = head(token_ids, states, read.positions, read.attend)
         if not rows.count:
             return DraftTree.from_lists([], output.device)
-        return self._tree(rows.roots, shape, rows.noise(shape.num_steps), output[read.last])
+        logits = head.logits(output[read.last].flatten(0, 1))
+        logits = logits.view(*read.last.shape, logits.shape[1])
 
-    def forget_kv(self, table: RequestTable, requests: Sequence[DraftRequest]) -> None:
-        self._written.update(table, requests, [request.end for request in requests])
+        def predict(level: int, tokens: Tensor, parents: Tensor) -> Prediction:  # noqa: ARG001
+            return Prediction(logits[:, level : level + 1])
 
-    def release(self, slots: Sequence[int]) -> None:
-        """The only state is KV in the requests' blocks."""
+        return grow_tree(rows.roots, shape, rows.noise(shape.num_steps), self._vocabulary, predict)
 
-    def _tree(self, roots: Tensor, shape: TreeShape, noise: TreeNoise | None, output: Tensor) -> DraftTree:
-        """Trees below `roots` int64 [B] from the head's output [B, levels, H]."""
-        logits = self._head.logits(output.flatten(0, 1))
-        logits = logits.view(*output.shape[:2], logits.shape[1])
-        level_probs: list[Tensor] = []
-        kept = level_probs if shape.returns_draft_probs else None
-        pool, frontier, topk = None, None, shape.topk
-        for level in range(shape.num_steps):
-            of_level = logits[:, level : level + 1]
-            probs, tokens = self._vocabulary.candidates(of_level, noise, level, kept, topk)
-            if pool is None:
-                pool = CandidatePool.of_roots(probs[:, 0], tokens[:, 0])
-                frontier = torch.arange(topk, device=tokens.device).expand(len(tokens), topk)
-                continue
-            assert frontier is not None
-            scores = pool.scores.gather(1, frontier)[:, :, None] * probs
-            pool.expand(frontier, scores, tokens.expand(-1, topk, -1))
-            frontier = pool.best_of_last()
-        assert pool is not None
-        return with_draft_probs(pool.tree(roots, shape.num_draft_tokens - 1), level_probs)
+    def _in_one_call(self, context: ProposeContext) -> DraftTree | None:
+        return self._fused.extend_and_grow(context, self._head.fuse)

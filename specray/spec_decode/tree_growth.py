@@ -1,11 +1,13 @@
-"""Trees that grow level by level on a drafter's own outputs, for EAGLE heads, MTP layers and draft models.
+"""Trees that grow level by level: on a drafter's own outputs, for EAGLE heads, MTP layers and draft models
+(`TreeGrower`), or on what one pass predicted (`grow_tree`).
 
 For sampled requests the noise that the target will sample with is added to every node's logits, which raises
 acceptance and cannot change the output. The KV of nodes lies in scratch slots behind the KV slots of the target's pool
 and is discarded (`DraftKV`). `eagle_tree` selects the nodes.
 """
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -84,31 +86,23 @@ class TreeGrower:
         """Trees of `shape` below `roots` int64 [B], whose children have `positions`."""
         if shape.topk == 1 and not shape.returns_draft_probs:
             return self._grow_chain(roots, positions, output, shape, noise, attend_at)
-        topk, num_steps, num_rows = shape.topk, shape.num_steps, len(roots)
-        level_probs: list[Tensor] = []  # the distribution that each level's children are drawn from
-        scores, tokens = self._candidates(self._model.logits(output)[:, None], noise, 0, level_probs, topk)
-        pool = CandidatePool.of_roots(scores[:, 0], tokens[:, 0])
-        states = self._model.recur(output).repeat_interleave(topk, 0)  # of the parent of each token of the frontier
-        rows = torch.arange(num_rows, device=self._device)[:, None]
-        eye = torch.eye(topk, dtype=torch.bool, device=self._device).expand(num_rows, topk, topk)
+        num_rows, rows = len(roots), torch.arange(len(roots), device=self._device)[:, None]
+        eye = torch.eye(shape.topk, dtype=torch.bool, device=self._device).expand(num_rows, shape.topk, shape.topk)
         sees = eye[:, :, :0]  # which of the earlier nodes are ancestors
-        frontier = torch.arange(topk, device=self._device).expand(num_rows, topk)
-        for level in range(1, num_steps):
-            tokens = pool.tokens.gather(1, frontier).flatten()
-            sees = torch.cat((sees, eye), 2)
-            # A node past the last position has no rotary angle, but is never verified.
-            at_level = (positions + self._steps[level - 1]).clamp(max=self._last_position).repeat_interleave(topk)
-            output = self._model(tokens, states, at_level, attend_at(level, sees))
+
+        def predict(level: int, tokens: Tensor, parents: Tensor) -> Prediction:
+            nonlocal output, sees
+            if level:
+                states = self._model.recur(output).index_select(0, (parents + len(output) // num_rows * rows).flatten())
+                sees = torch.cat((sees.gather(1, parents[:, :, None].expand(-1, -1, sees.shape[2])), eye), 2)
+                # A node past the last position has no rotary angle, but is never verified.
+                at_level = (positions + self._steps[level - 1]).clamp(max=self._last_position)
+                at_nodes = at_level.repeat_interleave(shape.topk)
+                output = self._model(tokens.flatten(), states, at_nodes, attend_at(level, sees))
             logits = self._model.logits(output)
-            of_level = logits.view(num_rows, topk, logits.shape[1])
-            probs, children = self._candidates(of_level, noise, level, level_probs, topk)
-            pool.expand(frontier, pool.scores.gather(1, frontier)[:, :, None] * probs, children)
-            if level + 1 < num_steps:
-                frontier = pool.best_of_last()
-                parents = (frontier - (pool.scores.shape[1] - topk**2)) // topk  # places in the level just computed
-                states = self._model.recur(output).index_select(0, (parents + topk * rows).flatten())
-                sees = sees.gather(1, parents[:, :, None].expand_as(sees))
-        return with_draft_probs(pool.tree(roots, shape.num_draft_tokens - 1), level_probs)
+            return Prediction(logits.view(num_rows, len(logits) // num_rows, logits.shape[1]))
+
+        return grow_tree(roots, shape, noise, self._vocabulary, predict)
 
     def _grow_chain(
         self,
@@ -133,15 +127,45 @@ class TreeGrower:
         tree = DraftTree.chains(torch.stack(chain, 1))
         return tree._replace(num_nodes=tree.num_nodes * torch.stack(are_finite, 1).all(-1))
 
-    def _candidates(
-        self, logits: Tensor, noise: TreeNoise | None, level: int, level_probs: list[Tensor], topk: int
-    ) -> tuple[Tensor, Tensor]:
-        kept = level_probs if self._shape.returns_draft_probs else None
-        return self._vocabulary.candidates(logits, noise, level, kept, topk)
+
+class Prediction(NamedTuple):
+    """What follows the nodes of a level: each its own tokens, or all of a tree the same, which have one row."""
+
+    logits: Tensor  # [B, nodes or 1, columns]
+    confidence: Tensor | None = None  # [B, nodes or 1]: the chance that a token drafted there is accepted; None: 1
 
 
-def with_draft_probs(tree: DraftTree, level_probs: list[Tensor]) -> DraftTree:
-    """The tree with the distributions of its levels, each [B, V], if there are any."""
+# (level, tokens int64 [B, nodes], the places of their parents in the level before, int64 [B, nodes]) -> what follows
+# them. Level 0 has the roots, as their own parents.
+Predict = Callable[[int, Tensor, Tensor], Prediction]
+
+
+def grow_tree(
+    roots: Tensor, shape: TreeShape, noise: TreeNoise | None, vocabulary: DraftVocabulary, predict: Predict
+) -> DraftTree:
+    """EAGLE-2's trees below `roots` int64 [B]: of each level, the best nodes are expanded."""
+    topk = shape.topk
+    level_probs: list[Tensor] = []  # the distribution that each level's children are drawn from
+    kept = level_probs if shape.returns_draft_probs else None
+    parents = torch.zeros_like(roots[:, None])
+
+    def children(level: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        logits, confidence = predict(level, tokens, parents)
+        probs, found = vocabulary.candidates(logits, noise, level, kept, topk)
+        return probs if confidence is None else probs * confidence[:, :, None], found
+
+    probs, tokens = children(0, roots[:, None])
+    pool = CandidatePool.of_roots(probs[:, 0], tokens[:, 0])
+    frontier = torch.arange(topk, device=roots.device).expand(len(roots), topk)
+    parents = parents.expand(-1, topk)
+    for level in range(1, shape.num_steps):
+        probs, tokens = children(level, pool.tokens.gather(1, frontier))
+        scores = pool.scores.gather(1, frontier)[:, :, None] * probs
+        pool.expand(frontier, scores, tokens.expand(-1, topk, -1))
+        if level + 1 < shape.num_steps:
+            frontier = pool.best_of_last()
+            parents = (frontier - (pool.scores.shape[1] - topk**2)) // topk
+    tree = pool.tree(roots, shape.num_draft_tokens - 1)
     if not level_probs:
         return tree
     return tree._replace(draft_probs=F.pad(torch.stack(level_probs, 1), (0, 0, 0, 1)))

@@ -5,6 +5,7 @@ Imports no torch, so that configurations are checked quickly.
 
 import functools
 import logging
+import sys
 from dataclasses import dataclass, replace
 
 from specray.config import SpeculativeConfig
@@ -82,6 +83,27 @@ def configured_shape(config: SpeculativeConfig, architecture: str) -> TreeShape:
     return replace(shape, num_draft_tokens=most)
 
 
+def block_shape(config: SpeculativeConfig, most_steps: int) -> TreeShape:
+    """The configured shape for a head that predicts `most_steps` tokens in one pass.
+
+    num_draft_tokens alone, as other engines have it, or nothing, drafts a chain: by default of all tokens. ConfigError
+    if the trees would be deeper.
+    """
+    if config.num_steps is None and config.eagle_topk is None:
+        nodes = config.num_draft_tokens or most_steps + 1
+        sizes = {"num_steps": nodes - 1, "eagle_topk": 1, "num_draft_tokens": nodes}
+        config = config.model_copy(update=sizes)
+    shape = configured_shape(config, architecture="")
+    if shape.num_steps > most_steps:
+        name = "num_draft_tokens" if config.eagle_topk == 1 else "num_steps"
+        most = most_steps + 1 if name == "num_draft_tokens" else most_steps
+        raise ConfigError(
+            f"speculative.{name}={getattr(config, name)} is more than the block of {config.draft_model_path}, which "
+            f"predicts {most_steps} tokens; set it to at most {most}"
+        )
+    return shape
+
+
 def check_width(shape: TreeShape, vocab_size: int) -> None:
     """ConfigError if a drafter of `vocab_size` tokens has too few children for a node."""
     if shape.topk > vocab_size:
@@ -96,9 +118,19 @@ def check_tree(config: SpeculativeConfig) -> None:
     configured_shape(config, architecture="")
 
 
+def check_block(config: SpeculativeConfig) -> None:
+    """ConfigError for sizes of a head that drafts a block which are invalid for every head."""
+    block_shape(config, most_steps=sys.maxsize)
+    _check_has_model(config)
+
+
 def check_tree_drafter(config: SpeculativeConfig) -> None:
     """`check_tree` for a method with a draft model."""
     check_tree(config)
+    _check_has_model(config)
+
+
+def _check_has_model(config: SpeculativeConfig) -> None:
     if config.draft_model_path is None:
         raise ConfigError(
             f"speculative.algorithm={config.algorithm} needs a draft model, but "

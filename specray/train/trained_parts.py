@@ -3,6 +3,7 @@
 Parameters have the names of the checkpoints' tensors, so that `state_dict` is what is saved.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from specray.layers.module import Layer
 from specray.layers.rotary import RotaryEmbedding
-from specray.models.heads.parts import Parts
+from specray.models.heads.parts import ContextKV, Parts
 from specray.models.llama_shape import LlamaShape
 from specray.ops.attention import Attend
 from specray.train.attention import ChainAttention
@@ -37,6 +38,22 @@ class TrainedParts(Parts):
         made = linear(shape[1], shape[0], bias is not None)
         self._add(name.removesuffix(".weight"), made)
         return made
+
+    def embedding(self, name: str, shape: tuple[int, int]) -> nn.Embedding:
+        made = nn.Embedding(*shape)
+        nn.init.normal_(made.weight, std=STD)
+        self._add(name.removesuffix(".weight"), made)
+        return made
+
+    def context_kv(self, prefixes: Sequence[str]) -> ContextKV:
+        """Of layers that were made before."""
+        layers = [self._root.get_submodule(prefix.removesuffix(".")) for prefix in prefixes]
+
+        def context_kv(states: Tensor, positions: Tensor) -> Tensor:
+            angles = self.rotary.at(positions)
+            return torch.stack([layer.kv(states, *angles) for layer in layers if isinstance(layer, TrainedAttention)])
+
+        return context_kv
 
     def attention(self, index: int, prefix: str, width: int) -> "TrainedAttention":
         made = TrainedAttention(index, self._shape, width)
@@ -74,13 +91,17 @@ class TrainedAttention(Layer):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """[B, queries, hidden] from x [B, n, width]; cos and sin [n, 1, dim] are those of its positions."""
-        k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.k_proj, self.v_proj))
         rows = attend.rows_with_queries(self._index, x) if isinstance(attend, ChainAttention) else x
         skipped = x.shape[1] - rows.shape[1]
         q = self.q_norm(self.q_proj(rows).unflatten(-1, (-1, self.head_dim)))
-        q, k = rotated(q, cos[skipped:], sin[skipped:]), rotated(self.k_norm(k), cos, sin)
-        out: Tensor = self.o_proj(attend(self._index, q, torch.stack((k, v), 2)))
+        q = rotated(q, cos[skipped:], sin[skipped:])
+        out: Tensor = self.o_proj(attend(self._index, q, self.kv(x, cos, sin)))
         return out
+
+    def kv(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Keys and values [B, n, 2, kv_heads, dim] of x [B, n, width]."""
+        k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.k_proj, self.v_proj))
+        return torch.stack((rotated(self.k_norm(k), cos, sin), v), 2)
 
 
 class TrainedFeedForward(Layer):

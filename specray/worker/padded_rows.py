@@ -1,5 +1,6 @@
 """The rows of a drafter in a CUDA graph: shapes are fixed, and what the rows committed is known on the device alone."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -7,8 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specray.models.heads.block_files import BlockMask
 from specray.ops.attention import Attend, PaddedAttention, PaddedBatch, pack_paths, recordable
-from specray.spec_decode.draft_rows import AttendLevel, DraftKV, Extras, ReadTokens, by_layer
+from specray.spec_decode.draft_rows import (
+    AttendLevel,
+    DraftKV,
+    Extras,
+    ReadBlocks,
+    ReadTokens,
+    block_positions,
+    by_layer,
+)
 from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.torch_step_ops import ExtendInput, TorchTable
 from specray.spec_decode.tree_noise import TreeNoise
@@ -56,12 +66,8 @@ class PaddedRows:
     def read(self, kv: DraftKV, layer: int = 0, num_extra: int = 0) -> ReadTokens:
         if not kv.reads_next_token:
             return self._read_with_roots(kv)
-        if self._read is None:
-            width = min(self._nodes.shape[1], kv.shape.num_steps + 1)  # the longest path of a tree
-            ops, rows = self._table.ops, (self.slots, self._num_kept, self._nodes)
-            assert isinstance(ops, TorchTable), "the CPU kernels have no graphs"
-            self._read = ops.padded_extend(*rows, width, kv.padding_slot)
-        read, batch = self._read, self._read.attention
+        read = self._committed(kv)
+        batch = read.attention
         if num_extra:
             return self._with_extra(kv, read, num_extra)
 
@@ -71,6 +77,23 @@ class PaddedRows:
         attend = _padded(kv).plan_padded(_without_first(batch, layer))
         written = batch.slot_mapping
         return ReadTokens(read.token_ids, read.positions, written, attend, read.last[:, None], before)
+
+    def read_blocks(self, kv: DraftKV, masks: Sequence[BlockMask]) -> ReadBlocks:
+        assert kv.extra is not None
+        read, blocks = self._committed(kv), kv.extra[: self.count]
+        count, size = blocks.shape
+        [mask] = set(masks)
+        lengths = torch.arange(1, size + 1, device=blocks.device) if mask.is_causal else None
+        batch = PaddedBatch(
+            self.ends.repeat_interleave(size),
+            self.slots.repeat_interleave(size),
+            self._table.kv_slots,
+            blocks.repeat_interleave(size, 0),
+            torch.full((count * size,), size, device=blocks.device) if lengths is None else lengths.repeat(count),
+            blocks.flatten(),
+        )
+        positions = block_positions(self.ends, blocks, kv.last_position)
+        return ReadBlocks(read.positions, read.attention.slot_mapping, positions, _padded(kv).plan_padded(batch))
 
     def levels(self, kv: DraftKV, shape: TreeShape) -> AttendLevel:
         assert kv.nodes is not None
@@ -97,6 +120,15 @@ class PaddedRows:
 
     def noise(self, num_levels: int) -> TreeNoise | None:
         return TreeNoise.of(self._table, self.slots, self.ends, num_levels) if self._is_sampled else None
+
+    def _committed(self, kv: DraftKV) -> ExtendInput:
+        """What each row committed, read by all layers."""
+        if self._read is None:
+            width = min(self._nodes.shape[1], kv.shape.num_steps + 1)  # the longest path of a tree
+            ops, rows = self._table.ops, (self.slots, self._num_kept, self._nodes)
+            assert isinstance(ops, TorchTable), "the CPU kernels have no graphs"
+            self._read = ops.padded_extend(*rows, width, kv.padding_slot)
+        return self._read
 
     def _with_extra(self, kv: DraftKV, read: ExtendInput, num_extra: int) -> ReadTokens:
         """The tokens of all rows, and behind them the extra ones of all rows, from position `ends` on."""

@@ -13,12 +13,13 @@ from specray.config import EngineConfig
 from specray.errors import ConfigError
 from specray.layers.parallel import RankGroup
 from specray.models.files import embedded_heads, resolve_draft, resolve_token_map
+from specray.models.heads.block_files import BlockConfig
 from specray.models.heads.eagle_files import HeadConfig
 from specray.models.heads.mtp import check_mtp_files
 from specray.models.llama_shape import LlamaShape
 from specray.models.registry import MODELS
 from specray.spec_decode.fr_spec import load_token_map
-from specray.spec_decode.tree_shape import TreeShape, configured_shape
+from specray.spec_decode.tree_shape import TreeShape, block_shape, configured_shape
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
@@ -160,6 +161,30 @@ def test_the_qwen_config_fits_its_target(tmp_path: Path) -> None:
     assert engine.context_length is not None
     assert engine.context_length <= sizes["max_position_embeddings"]
     assert configured_shape(engine.speculative, "Qwen3ForCausalLM") == TreeShape(5, 4, 16)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "most"),
+    [
+        ("dflash", {"block_size": 16, "dflash_config": {"mask_token_id": 151669}}, 15),
+        ("dspark", {"block_size": 7, "mask_token_id": 151669, "num_anchors": 512, "markov_rank": 256}, 7),
+    ],
+)
+def test_the_configs_of_blocks_fit_their_target(
+    name: str, settings: dict[str, object], most: int, tmp_path: Path
+) -> None:
+    """With the sizes of both, but without weights."""
+    path = ROOT / f"configs/qwen3-8b/{name}.yaml"
+    sizes = {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32}
+    sizes |= {"num_key_value_heads": 8, "head_dim": 128}
+    target = shape_of(Qwen3Config(**sizes, num_hidden_layers=36, architectures=["Qwen3ForCausalLM"]))
+    head = BlockConfig.of({**sizes, "num_hidden_layers": 5, **settings}, tmp_path)
+    head.check_target(tmp_path, target)
+    assert head.aux_hidden_state_layers(tmp_path, 36) == (2, 10, 18, 26, 34)
+    assert head.num_predicted == most
+    assert block_shape(engine_of(path).speculative, most).num_draft_tokens == 24
+    per_layer = 2 * target.num_local_kv_heads * target.head_dim * 2 // 1024
+    assert f"{36 * per_layer} KB per token and {5 * per_layer} KB for the head" in path.read_text()
 
 
 def test_the_deepseek_v3_config_fits_its_target() -> None:

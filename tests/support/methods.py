@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from specray.config import SpeculativeConfig
+from tests.support.block_toy import block_toy
 from tests.support.heads import write_random_head
 from tests.support.mtp import write_deepseek, write_mimo_layers
 from tests.support.published_mtp import write_published
@@ -49,6 +50,23 @@ def eagle(
             eagle_topk=topk,
             num_draft_tokens=nodes,
             token_map=str(path) if token_map else None,
+        )
+
+    return make
+
+
+def block(layout: str, shape: tuple[int, int, int] | None = None, nodes: int | None = None) -> Make:
+    """DFLASH or DSPARK, with a random head of a layout of `block_toy`; `shape` as above, or a chain of `nodes`."""
+
+    def make(target: Path, folder: Path) -> SpeculativeConfig:
+        toy = block_toy(layout, target)
+        steps, topk, most = shape or (None, None, nodes)
+        return SpeculativeConfig(
+            algorithm=toy.algorithm,
+            draft_model_path=str(toy.write(folder / "head")),
+            num_steps=steps,
+            eagle_topk=topk,
+            num_draft_tokens=most,
         )
 
     return make
@@ -162,6 +180,13 @@ METHODS: dict[str, Make] = {
     "EAGLE-map": eagle(2, shape=(3, 3, 10), token_map=range(2, 60, 3)),
     "PARALLEL": eagle(3, shape=(4, 3, 9), draft_vocab_size=40, is_parallel=True),
     "PARALLEL-chain": eagle(3, shape=(4, 1, 5), is_parallel=True),
+    "DFLASH": block("z-lab", shape=(4, 3, 9)),
+    "DFLASH-chain": block("speculators-dflash", nodes=5),
+    "DFLASH-sliding": block("z-lab-not-causal", shape=(3, 2, 7)),
+    "DFLASH-jetspec": block("jetspec", shape=(5, 2, 8)),
+    "DSPARK": block("deepspec-vanilla", shape=(4, 3, 9)),
+    "DSPARK-chain": block("speculators-dspark"),
+    "DSPARK-rnn": block("deepspec-rnn", shape=(5, 3, 12)),
     "STANDALONE": standalone(),
     "STANDALONE-tree": standalone(shape=(3, 3, 10), token_map=range(2, 60, 3), variant="qwen3"),
     "MTP": mtp(),

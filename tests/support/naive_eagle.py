@@ -21,6 +21,7 @@ from specray.spec_decode.draft_model import DraftModel
 from specray.spec_decode.draft_tree import NONE, TreeLists
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 from specray.spec_decode.tree_shape import TreeShape
+from tests.support.block_toy import BlockToy
 
 # path below the root -> the topk most probable (probability, token) after it, best first
 Path = tuple[int, ...]
@@ -93,6 +94,10 @@ class NaiveTree:
         """float32 [columns] after `path`."""
         raise NotImplementedError
 
+    def _confidence(self, path: Path) -> float:  # noqa: ARG002
+        """Factor of the probabilities after `path`."""
+        return 1.0
+
     def _probs(self, path: Path) -> list[tuple[float, int]]:
         logits = self._logits(path)
         ids = torch.arange(len(logits)) if self._ids is None else self._ids
@@ -102,7 +107,8 @@ class NaiveTree:
             logits = logits / self._options.temperature + noise[ids]
         probs = sorted(((p, int(ids[i])) for i, p in enumerate(logits.softmax(-1).tolist())), reverse=True)
         self._record_gaps([p for p, _ in probs[: self._shape.topk + 1]])
-        return probs[: self._shape.topk]
+        sure = self._confidence(path)
+        return [(p * sure, token) for p, token in probs[: self._shape.topk]]
 
     def _record_gaps(self, falling: list[float]) -> None:
         self._gaps += [(a - b) / max(a, 1e-30) for a, b in pairwise(falling)] + [1.0]
@@ -169,6 +175,24 @@ class NaiveParallel(NaiveDraft):
     def _state(self, path: Path) -> Tensor:  # noqa: ARG002
         assert isinstance(self._head, ParallelHead)
         return self._head.mask_state
+
+
+class NaiveBlock(NaiveTree):
+    """Tree of a DFlash or DSpark head; `context` are the target's hidden states [prefix, columns]."""
+
+    def __init__(
+        self, context: ProposeContext, request: DraftRequest, toy: BlockToy, states: Tensor, shape: TreeShape
+    ) -> None:
+        self._toy, self._root = toy, context.token_ids(request)[-1]
+        num_rows = shape.num_steps + (not toy.layout.samples_from_anchor)
+        self._outputs = toy.outputs(states, self._root, num_rows)
+        super().__init__(context, request, shape, toy.draft_ids)
+
+    def _logits(self, path: Path) -> Tensor:
+        return self._toy.predictions(self._outputs, [self._root, *path])[0].float()
+
+    def _confidence(self, path: Path) -> float:
+        return self._toy.predictions(self._outputs, [self._root, *path])[1]
 
 
 class NaiveStandalone(NaiveTree):

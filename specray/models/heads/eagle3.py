@@ -14,21 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specray.layers.linear import ColumnParallelLinear, VocabHead
+from specray.layers.linear import ColumnParallelLinear
 from specray.layers.norm import NormOfParts, RMSNorm
 from specray.models.fused import StateLayers, tree_network
 from specray.models.heads.eagle_files import HeadConfig, TensorNames, read_draft_vocabulary
 from specray.models.heads.parts import Parts
-from specray.models.heads.served import EagleHead, ServedParts, full_output, load_embedding, load_rotary
+from specray.models.heads.served import EagleHead, ServedParts, load_embedding, load_rotary, output_matrix
 from specray.models.llama_shape import LlamaShape
-from specray.models.loading import HEAD, Loader
+from specray.models.loading import Loader
 from specray.models.target_matrices import TargetMatrices
 from specray.ops.attention import Attend
 from specray.ops.cpu.matrix import PackedMatrix
 from specray.ops.cpu.packed_network import Fusion
 from specray.ops.device_ops import ops_on
 from specray.ops.layer_attention import LayerAttention
-from specray.ops.quantised_weight import Weight
 
 MASK = "mask_hidden"
 
@@ -114,7 +113,7 @@ class Eagle3Head(EagleHead):
         layers = config.aux_hidden_state_layers(loader.folder, shared.shape.num_layers)
         ids = read_draft_vocabulary(loader, names, config.num_draft_ids, shape.vocab_size)
         embedding = load_embedding(shape, loader, names, shared)
-        output, quantised = _output_matrix(config.num_draft_ids, ids, shape, loader, names, shared)
+        output, quantised = output_matrix(config.num_draft_ids, ids, shape, loader, names, shared)
         super().__init__(shape, shared, layers, ids, embedding, output)
         self.layer_attention = [LayerAttention(window=config.window)] * shape.num_layers
         rotary = load_rotary(config, shape, loader, shared.max_positions)
@@ -171,21 +170,6 @@ class ParallelHead(Eagle3Head):
             self.network = None
         if self.network is not None:
             self.network.use_mask(self.mask_token_id, self.mask_state[0].float())
-
-
-def _output_matrix(
-    num_ids: int, ids: Tensor | None, shape: LlamaShape, loader: Loader, names: TensorNames, shared: TargetMatrices
-) -> tuple[VocabHead, Weight | None]:
-    """The output matrix over the draft vocabulary of `num_ids`, whose target ids are `ids` (None: the same).
-
-    A full one that the checkpoint leaves out is the target's. Also the weights of one that is quantised and not the
-    target's.
-    """
-    if num_ids == shape.vocab_size and ids is None and shape.hidden_size == shared.shape.hidden_size:
-        return shared.head(None, full_output(shape, loader, names)), None
-    weight = loader.vocab_weight(names.of_plain(HEAD), (num_ids, shape.hidden_size))
-    head = VocabHead(weight, num_ids, loader.group, loader.quantization)
-    return head, weight if loader.quantization in ("int8", "int4") else None
 
 
 def _packed_fusion(net: Eagle3) -> Fusion | None:

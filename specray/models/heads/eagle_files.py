@@ -2,14 +2,15 @@
 
 Four layouts are supported: SafeAILab's (`midlayer.*`, EAGLE-3), `layers.0.*` (EAGLE-1 and -2, newer EAGLE-3), and
 speculators' (settings nested in `transformer_layer_config`; its EAGLE-1 has `fusion_fc` and `transformer.*`), each with
-or without `model.` before a name. `architectures` is not read: heads of both kinds say LlamaForCausalLM.
+or without `model.` before a name. `architectures` is not read: heads of both kinds say LlamaForCausalLM. `block_files`
+adds the settings of heads that draft a block.
 """
 
 import json
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -24,16 +25,7 @@ from specray.models.loading import Loader
 from specray.models.target_model import BEFORE_FINAL_NORM, ModelShape
 
 _Size = Annotated[int, Field(ge=1)]
-
-# Settings that would change the computation in ways that are not implemented, and the values that do not.
-_UNSUPPORTED: dict[str, tuple[object, ...]] = {
-    "mlp_bias": (False,),
-    "hidden_act": ("silu", "swish"),
-    "layernorms": (False,),
-    "use_mtp_layernorm": (False,),
-    "parallel_draft_step": (1,),
-    "partial_rotary_factor": (1.0,),
-}
+Kind = Literal[2, 3, "block"]  # of a head; 2 also for EAGLE-1, block for one that drafts a block
 
 
 class HeadConfig(BaseModel):
@@ -43,6 +35,16 @@ class HeadConfig(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+    named: ClassVar[str] = "an EAGLE head"
+    # Settings that would change the computation in ways that are not implemented, and the values that do not.
+    unsupported: ClassVar[dict[str, tuple[object, ...]]] = {
+        "mlp_bias": (False,),
+        "hidden_act": ("silu", "swish"),
+        "layernorms": (False,),
+        "use_mtp_layernorm": (False,),
+        "parallel_draft_step": (1,),
+        "partial_rotary_factor": (1.0,),
+    }
 
     hidden_size: _Size
     intermediate_size: _Size
@@ -87,25 +89,29 @@ class HeadConfig(BaseModel):
         """The settings `content` of the file `path`, nested or not. ConfigError for one that is not implemented."""
         settings = _flat(content)
         settings["aux_ids_are_nested"] = not content.get(_AUX_IDS)
-        for name, harmless in _UNSUPPORTED.items():
+        for name, harmless in cls.unsupported.items():
             if name in settings and settings[name] not in harmless:
                 raise ConfigError(
-                    f"{path}: {name}={settings[name]!r} is not supported in an EAGLE head"
+                    f"{path}: {name}={settings[name]!r} is not supported in {cls.named}"
                     f"{f' (only {harmless[0]!r})' if harmless else ''}; choose another head"
                 )
         try:
             config = cls.model_validate(settings)
         except ValidationError as error:
             problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-            raise ConfigError(f"{path} does not describe an EAGLE head ({problems}); correct it") from error
-        if config.truncated_vocab_size not in (None, config.vocab_size, config.num_draft_ids):
-            raise ConfigError(
-                f"{path}: truncated_vocab_size={config.truncated_vocab_size} is not draft_vocab_size="
-                f"{config.draft_vocab_size}; choose another head"
-            )
-        if len(set(config.layer_types[: config.num_hidden_layers])) > 1:
-            raise ConfigError(f"{path}: layer_types={config.layer_types} differ, which is not supported in a head")
+            raise ConfigError(f"{path} does not describe {cls.named} ({problems}); correct it") from error
+        config.check(path)
         return config
+
+    def check(self, path: Path) -> None:
+        """ConfigError if settings of the file `path` contradict each other."""
+        if self.truncated_vocab_size not in (None, self.vocab_size, self.num_draft_ids):
+            raise ConfigError(
+                f"{path}: truncated_vocab_size={self.truncated_vocab_size} is not draft_vocab_size="
+                f"{self.draft_vocab_size}; choose another head"
+            )
+        if len(set(self.layer_types[: self.num_hidden_layers])) > 1:
+            raise ConfigError(f"{path}: layer_types={self.layer_types} differ, which is not supported in a head")
 
     @property
     def num_draft_ids(self) -> int:
@@ -127,7 +133,7 @@ class HeadConfig(BaseModel):
         ):
             if ours != theirs:
                 raise ConfigError(
-                    f"{folder / 'config.json'}: {name}={ours}, but the target's is {theirs}; an EAGLE head works with "
+                    f"{folder / 'config.json'}: {name}={ours}, but the target's is {theirs}; a draft head works with "
                     "the one target it was trained for: set speculative.draft_model_path to a head made for this target"
                 )
 
@@ -142,16 +148,22 @@ class HeadConfig(BaseModel):
             return (num_layers,)
         named, triple = self.eagle_aux_hidden_state_layer_ids, [1, num_layers // 2 - 1, num_layers - 4]
         are_outputs = self.aux_ids_are_nested or named == triple
-        layers = tuple(index + are_outputs for index in named or triple)
+        return self._aux_layers(folder, num_layers, named or triple, are_outputs, _AUX_IDS, bool(named))
+
+    def _aux_layers(
+        self, folder: Path, num_layers: int, ids: list[int], are_outputs: bool, key: str, is_set: bool
+    ) -> tuple[int, ...]:
+        """Aux hidden states that are the outputs or inputs of layers `ids`, which `key` has if it `is_set`."""
+        layers = tuple(index + are_outputs for index in ids)
         problem = None
         if self.num_aux_hidden_states not in (None, len(layers)):
             problem = f"num_aux_hidden_states={self.num_aux_hidden_states}, but there are {len(layers)} aux layers"
         elif not all(0 <= layer <= num_layers for layer in layers):
-            problem = f"the target has no {'outputs' if are_outputs else 'inputs'} of layers {named or triple}"
+            problem = f"the target has no {'outputs' if are_outputs else 'inputs'} of layers {ids}"
         if problem:
             first = -1 if are_outputs else 0
             raise ConfigError(
-                f"{folder / 'config.json'}: {problem} ({num_layers} layers, {'by' if named else 'without'} {_AUX_IDS}"
+                f"{folder / 'config.json'}: {problem} ({num_layers} layers, {'by' if is_set else 'without'} {key}"
                 f"); set that key to the layers the head was trained on, each from {first} to {first + num_layers}"
             )
         return tuple(layer if layer < num_layers else BEFORE_FINAL_NORM for layer in layers)
@@ -174,25 +186,32 @@ class TensorNames:
 
     stored: frozenset[str]
     layer: str  # prefix of self_attn, mlp and the layer's norms
-    kind: Literal[2, 3]  # 2 also for EAGLE-1
+    kind: Kind
 
     @classmethod
     def of(cls, folder: Path, names: Collection[str]) -> "TensorNames":
-        """ConfigError if the tensors in `folder` are not those of an EAGLE head."""
+        """ConfigError if the tensors in `folder` are not those of a draft head."""
         stored = frozenset(names)
         layers = [layer for layer in _spellings(*_LAYERS) if any(name.startswith(layer) for name in stored)]
         signs = [layer for layer in layers if f"{layer}hidden_norm.weight" in stored or "midlayer" in layer]
         is_third = bool(signs) or not stored.isdisjoint(("d2t", "t2d"))
         if len(layers) != 1 or not (is_third or stored & set(_spellings("fc.weight", "fusion_fc.weight"))):
             raise ConfigError(
-                f"{folder} holds no EAGLE head: expected fc.weight and one layer, midlayer.* or layers.0.*, "
+                f"{folder} holds no draft head: expected fc.weight and one layer, midlayer.* or layers.0.*, "
                 f"found {first_of(sorted(stored), 6)}; "
                 "check speculative.draft_model_path"
             )
+        if stored & set(_spellings("hidden_norm.weight")):
+            return cls(stored, layers[0], "block")
         return cls(stored, layers[0], 3 if is_third else 2)
 
+    @property
+    def named(self) -> str:
+        """The kind of the head, with an article."""
+        return "a DFlash or DSpark head" if self.kind == "block" else f"an EAGLE-{self.kind} head"
+
     @classmethod
-    def trained(cls, kind: Literal[2, 3], num_layers: int) -> "TensorNames":
+    def trained(cls, kind: Kind, num_layers: int) -> "TensorNames":
         """Those of a head that SpecRay trains. An EAGLE-3 layer has SafeAILab's name, which every engine reads."""
         return cls(frozenset(), "midlayer." if kind == 3 and num_layers == 1 else "layers.0.", kind)
 
@@ -321,7 +340,7 @@ def check_rest(loader: Loader, names: TensorNames, shape: LlamaShape) -> None:
     extra = [n for n in loader.unused() if not (n.endswith("rotary_emb.inv_freq") or n.startswith("verifier_"))]
     if extra:
         raise ConfigError(
-            f"{loader.path(extra[0])}: {len(extra)} tensors are not part of an EAGLE-{names.kind} head with this "
+            f"{loader.path(extra[0])}: {len(extra)} tensors are not part of {names.named} with this "
             f"config.json: {first_of(extra, 4)}; "
             "the weights and the config do not belong together"
         )
@@ -339,7 +358,8 @@ def _spellings(*plain: str) -> Iterator[str]:
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:
     """All settings in one dict. Those at top level take precedence; null counts as not set."""
-    parts = [config.get("transformer_layer_config"), config.get("eagle_config"), config]
+    names = ("transformer_layer_config", "eagle_config", "dflash_config")
+    parts = [*map(config.get, names), config]
     return {
         name: value for part in parts if isinstance(part, dict) for name, value in part.items() if value is not None
     }
@@ -349,7 +369,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not readable JSON ({error}); an EAGLE head needs its config.json") from error
+        raise ConfigError(f"{path} is not readable JSON ({error}); a draft head needs its config.json") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} holds a {type(content).__name__} instead of an object; fetch it again")
     return content

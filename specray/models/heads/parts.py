@@ -19,6 +19,9 @@ from specray.ops.cpu.attention import PagedAttend
 from specray.ops.cpu.layers import FusedLayers
 
 Linear = Callable[[Tensor], Tensor]
+Embedding = Callable[[Tensor], Tensor]  # [..., size] of ids of any shape
+# kv [layers, ..., T, 2, kv_heads, dim] of states [..., T, H] at positions int64 [T]
+ContextKV = Callable[[Tensor, Tensor], Tensor]
 AttentionPart = Callable[[Tensor, Tensor, Tensor, Attend], Tensor]  # of (x, cos, signed sin, attend)
 
 
@@ -66,6 +69,14 @@ class Parts(ABC):
     @abstractmethod
     def linear(self, name: str, shape: tuple[int, int], bias: str | None = None) -> Linear:
         """`shape` is [out, in]; `bias` is the name of a tensor [out]."""
+
+    @abstractmethod
+    def embedding(self, name: str, shape: tuple[int, int]) -> Embedding:
+        """`shape` is [ids, size]."""
+
+    @abstractmethod
+    def context_kv(self, prefixes: Sequence[str]) -> ContextKV:
+        """Keys, normed and rotated, and values of all layers of the attention `prefixes`, from one state a position."""
 
     @abstractmethod
     def attention(self, index: int, prefix: str, width: int) -> AttentionPart:

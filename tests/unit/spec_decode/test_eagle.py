@@ -142,7 +142,7 @@ def test_trees_that_torch_grows_equal_the_reference(head: str, start: Start) -> 
 
 @pytest.mark.skipif(kernels() is None, reason="torch makes the trees")
 def test_the_kernels_make_all_trees_of_masks(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(ParallelDrafter, "_tree")
+    monkeypatch.delattr("specray.spec_decode.parallel.grow_tree")
     llm, drafter = start("PARALLEL", page_size=4)
     with llm:
         run(llm)
