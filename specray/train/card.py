@@ -8,6 +8,8 @@ from specray.train.settings import Counters, TrainSettings
 _METHODS = {
     "eagle3": "EAGLE-3 draft head",
     "parallel": "P-EAGLE draft head",
+    "dflash": "DFlash draft head",
+    "dspark": "DSpark draft head",
     "eagle2": "EAGLE-2 draft head",
     "mtp": "MTP layer",
     "draft": "Draft model",

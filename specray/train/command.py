@@ -21,9 +21,12 @@ if TYPE_CHECKING:
 HEADS = {
     "eagle3": "an EAGLE-3 head",
     "parallel": "a P-EAGLE head, which drafts all levels in one pass (PARALLEL)",
+    "dflash": "a DFlash head, which drafts a block in one pass (DFLASH)",
+    "dspark": "a DSpark head, which drafts a block in one pass and chooses each token by the one before (DSPARK)",
     "eagle2": "an EAGLE-2 head",
     "mtp": "an MTP layer in MiMo's layout",
 }
+_BLOCKS = ("dflash", "dspark")
 HELP = "Train a draft head or model for any native target, or write a token map, from the target's own answers."
 
 
@@ -75,6 +78,8 @@ def _check_training(options: argparse.Namespace) -> None:
             f"--unroll {settings.unroll} trains no mask, of which a P-EAGLE head has one for each level "
             "after the first; give 2 or more"
         )
+    if options.kind in _BLOCKS and settings.unroll < 2:
+        raise ConfigError(f"--unroll {settings.unroll} is a block of one token, which needs no block; give 2 or more")
     if settings.weight_decay and settings.optimizer != "muon":
         raise ConfigError(
             f"--weight-decay {settings.weight_decay:g} is an option of Muon; leave it out, or set --optimizer muon"
@@ -213,7 +218,7 @@ def _add_draft_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_head_options(parser: argparse.ArgumentParser, kind: str) -> None:
     add = parser.add_argument
-    steps = 5 if kind == "parallel" else 3
+    steps = 5 if kind in ("parallel", *_BLOCKS) else 3
     add(
         "--unroll",
         type=positive,
@@ -235,7 +240,7 @@ def _add_head_options(parser: argparse.ArgumentParser, kind: str) -> None:
         metavar="X",
         help="weight of the total variation distance in the loss; the rest is cross-entropy (default: %(default)s)",
     )
-    if kind in ("eagle3", "parallel"):
+    if kind in ("eagle3", "parallel", *_BLOCKS):
         add(
             "--draft-vocab-size",
             type=positive,
@@ -246,13 +251,21 @@ def _add_head_options(parser: argparse.ArgumentParser, kind: str) -> None:
         add(
             "--num-layers",
             type=positive,
-            default=1,
+            default=2 if kind in _BLOCKS else 1,
             metavar="N",
             help="decoder layers of the head; layers that --init-head does not have start as nearly the identity "
             "(default: %(default)s)",
         )
     else:
         _add_train_vocab(parser)
+    if kind == "dspark":
+        add(
+            "--markov-rank",
+            type=positive,
+            default=64,
+            metavar="N",
+            help="rank of the Markov rows (default: %(default)s)",
+        )
     if kind == "eagle2":
         add("--bias", action="store_true", help="give fc a bias")
     add(
@@ -268,6 +281,8 @@ def _add_head_options(parser: argparse.ArgumentParser, kind: str) -> None:
         help="type of the matrices in the result; int8 (compressed-tensors) takes half the space (default: "
         "%(default)s)",
     )
+    if kind in _BLOCKS:
+        return
     add(
         "--start",
         choices=("identity", "linear"),

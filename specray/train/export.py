@@ -22,7 +22,13 @@ from specray.ops.grouped_weight import GROUP, to_int8
 from specray.train.batches import AnswerFolder
 from specray.train.card import model_card
 from specray.train.draft_model import TrainedDraftModel, copy_side_files
-from specray.train.heads import TrainedEagle2Head, TrainedEagle3Head, TrainedHead, TrainedParallelHead
+from specray.train.heads import (
+    OwnVocabularyHead,
+    TrainedEagle2Head,
+    TrainedEagle3Head,
+    TrainedHead,
+    TrainedParallelHead,
+)
 from specray.train.run_files import LOG, replace_tensors, replace_text
 from specray.train.settings import Counters, TrainSettings
 from specray.train.target import Target
@@ -102,8 +108,9 @@ def init_head_width(settings: TrainSettings) -> int | None:
             f"--init-head {folder} has no {WEIGHTS} and config.json; give a folder that this trainer wrote"
         )
     try:
-        width = json.loads((folder / "config.json").read_text(encoding="utf-8"))["intermediate_size"]
-    except (ValueError, KeyError, TypeError) as error:
+        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        width = content.get("transformer_layer_config", content)["intermediate_size"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{folder / 'config.json'} is not a head's configuration ({error!r})") from None
     if settings.intermediate_size not in (None, width):
         raise ConfigError(
@@ -125,8 +132,9 @@ def load_exported(head: TrainedHead | TrainedDraftModel, folder: Path) -> bool:
         tensors = {name: reader.get(name) for name in reader.names()}
     if isinstance(head, TrainedEagle3Head | TrainedEagle2Head):
         _check_trainable(folder)
-    if isinstance(head, TrainedEagle3Head):
+    if isinstance(head, OwnVocabularyHead):
         _move_output_rows(head, tensors, path)
+    if isinstance(head, TrainedEagle3Head):
         _match_layers(head, tensors, folder)
     has_mask = MASK in tensors
     if isinstance(head, TrainedParallelHead):
@@ -169,7 +177,7 @@ def _match_layers(head: TrainedEagle3Head, tensors: dict[str, Tensor], folder: P
     tensors.update({name: tensor for name, tensor in head.state_dict().items() if name.startswith(added)})
 
 
-def _move_output_rows(head: TrainedEagle3Head, tensors: dict[str, Tensor], path: Path) -> None:
+def _move_output_rows(head: OwnVocabularyHead, tensors: dict[str, Tensor], path: Path) -> None:
     """Replace the stored output rows by rows for this head's draft vocabulary.
 
     Rows of new ids are the target's rows after the linear map that fits the stored ids. The target's rows themselves

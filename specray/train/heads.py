@@ -61,13 +61,34 @@ class TrainedHead(TrainedModel):
         return states
 
 
-class TrainedEagle3Head(TrainedHead):
-    """Input: several aux hidden states and the next token. The output matrix is the head's own."""
+class OwnVocabularyHead(TrainedHead):
+    """A head with a draft vocabulary and an output matrix of its own."""
 
-    network: eagle3.Eagle3
     lm_head: nn.Linear
     d2t: Tensor
     t2d: Tensor
+
+    def add_output(self, parts: TrainedParts) -> None:
+        """Add the output matrix and the tensors of the vocabulary."""
+        ids, size = self.draft_ids, self.shape.vocab_size
+        parts.linear(HEAD, (len(ids), self.shape.hidden_size))
+        self.register_buffer("d2t", ids - torch.arange(len(ids)))
+        self.register_buffer("t2d", torch.zeros(size, dtype=torch.bool).index_fill_(0, ids, True))
+
+    def take_rows_of(self, target: Target) -> None:
+        """Start with the target's output matrix."""
+        with torch.no_grad():
+            self.lm_head.weight.copy_(target.head[self.draft_ids])
+
+    @property
+    def output_weight(self) -> Tensor:
+        return self.lm_head.weight
+
+
+class TrainedEagle3Head(OwnVocabularyHead):
+    """Input: several aux hidden states and the next token."""
+
+    network: eagle3.Eagle3
 
     def __init__(
         self,
@@ -84,15 +105,13 @@ class TrainedEagle3Head(TrainedHead):
         parts = TrainedParts(self, shape, target.rotary)
         num_states, size = len(aux_hidden_state_layers), target.shape.hidden_size
         self.network = eagle3.Eagle3(parsed, names, parts, num_states, size)
-        parts.linear(HEAD, (len(draft_ids), size))
-        self.register_buffer("d2t", draft_ids - torch.arange(len(draft_ids)))
-        self.register_buffer("t2d", torch.zeros(shape.vocab_size, dtype=torch.bool).index_fill_(0, draft_ids, True))
+        self.add_output(parts)
 
     def start_from(self, target: Target) -> None:
         """Initialize so that the state is the last aux hidden state and the output matrix is the target's."""
-        _start_as_last_block(self.fc.weight)
+        start_as_last_block(self.fc.weight)
+        self.take_rows_of(target)
         with torch.no_grad():
-            self.lm_head.weight.copy_(target.head[self.draft_ids])
             self.network.norm.weight.copy_(target.norm)
 
     def enter(self, aux_hidden_states: Tensor) -> Tensor:
@@ -100,10 +119,6 @@ class TrainedEagle3Head(TrainedHead):
 
     def outputs(self, states: Tensor) -> Tensor:
         return self.network.norm(states)
-
-    @property
-    def output_weight(self) -> Tensor:
-        return self.lm_head.weight
 
 
 class TrainedParallelHead(TrainedEagle3Head):
@@ -150,7 +165,7 @@ class TrainedEagle2Head(TrainedHead):
 
     def start_from(self, target: Target) -> None:
         """Initialize so that the layer's input is the hidden state."""
-        _start_as_last_block(self.fc.weight)
+        start_as_last_block(self.fc.weight)
         self.take_output_of(target)
 
 
@@ -188,7 +203,7 @@ def _parsed(config: dict[str, Any], names: TensorNames) -> tuple[HeadConfig, Lla
     return parsed, head_shape(parsed, path.parent, names, RankGroup())
 
 
-def _start_as_last_block(weight: Tensor) -> None:
+def start_as_last_block(weight: Tensor) -> None:
     """Make the last block of weight [H, n * H] the identity and the others small."""
     size = weight.shape[0]
     with torch.no_grad():

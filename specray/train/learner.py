@@ -52,14 +52,11 @@ class Learner:
             for weight, step in zip(weights, steps, strict=True)
         ]
         dtype = labels.probs.dtype
-        return soft_loss(
-            torch.cat([step.outputs for step in steps]).to(dtype),
-            self.head.output_weight.to(dtype),
-            labels,
-            torch.cat([step.labels for step in steps]),
-            torch.cat(importance),
-            self._settings.total_variation,
-        )
+        outputs, label_of = torch.cat([step.outputs for step in steps]).to(dtype), torch.cat([s.labels for s in steps])
+        weight = self.head.output_weight.to(dtype)
+        variation = self._settings.total_variation
+        loss, agrees = soft_loss(outputs, weight, labels, label_of, torch.cat(importance), variation)
+        return loss + self.head.extra_loss(outputs.detach(), weight.detach(), labels.probs, label_of), agrees
 
 
 def autocast(collate: Collate) -> AbstractContextManager[object]:

@@ -6,7 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_ADAMW_ONLY = ("lm_head.weight", "mask_hidden")
+# Tables, output matrices, and matrices of one row, of which Muon would move any gradient equally far.
+_ADAMW_ONLY = (
+    "lm_head.weight",
+    "mask_hidden",
+    "markov_head.markov_w1.weight",
+    "markov_head.markov_w2.weight",
+    "confidence_head.proj.weight",
+)
 
 
 class Optimizer:
@@ -14,8 +21,7 @@ class Optimizer:
 
     def __init__(self, head: nn.Module, name: str, weight_decay: float, dtype: torch.dtype) -> None:
         trained = {name: p for name, p in head.named_parameters() if p.requires_grad}
-        # Muon is for matrices between hidden states, so the output matrix uses AdamW, and so does the state of a mask:
-        # a matrix of one row would move equally far whatever its gradient is.
+        # Muon is for matrices between hidden states.
         matrices = [p for n, p in trained.items() if name == "muon" and p.ndim == 2 and n not in _ADAMW_ONLY]
         others = [p for p in trained.values() if all(p is not other for other in matrices)]
         self._parameters = list(trained.values())

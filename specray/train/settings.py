@@ -14,6 +14,7 @@ _FIXED = (
     "draft_vocab_size",
     "intermediate_size",
     "num_layers",
+    "markov_rank",
     "layers",
     "start",
     "init_head",
@@ -24,7 +25,7 @@ _FIXED = (
 class TrainSettings:
     """Options of a run, stored in checkpoints and model cards."""
 
-    kind: str  # eagle3, parallel, eagle2, mtp or draft
+    kind: str  # eagle3, parallel, dflash, dspark, eagle2, mtp or draft
     tokens: int
     unroll: int = 3
     step_decay: float = 0.8
@@ -32,6 +33,7 @@ class TrainSettings:
     draft_vocab_size: int = 8192
     intermediate_size: int | None = None
     num_layers: int = 1  # the head's layers
+    markov_rank: int = 0  # of a DSpark head's Markov rows
     layers: str = "4"  # the target's layers in a draft model: their number, or a list
     batch_tokens: int = 1024
     max_length: int = 2048

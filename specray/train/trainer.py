@@ -23,6 +23,7 @@ from specray.train.batches import (
     Progress,
     stored_hidden_states,
 )
+from specray.train.block_head import TrainedBlockHead
 from specray.train.draft_model import TrainedDraftModel, kept_layers
 from specray.train.export import export_head, init_head_width, load_exported
 from specray.train.heads import (
@@ -266,6 +267,9 @@ def _build_head(
             head = TrainedMtpHead(shape, ids, target)
         case "parallel":
             head = TrainedParallelHead(shape, ids, target, aux_layers, next(iter(target.eos_ids), 0))
+        case "dflash" | "dspark":
+            mask = next(iter(target.eos_ids), 0)
+            head = TrainedBlockHead(shape, ids, target, aux_layers, mask, settings.unroll, settings.markov_rank)
         case _:
             head = TrainedEagle3Head(shape, ids, target, aux_layers)
     head.to(target.device)

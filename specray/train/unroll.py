@@ -53,6 +53,10 @@ class TrainedModel(nn.Module, ABC):
     def outputs(self, states: Tensor) -> Tensor:
         """The states to multiply with `output_weight`."""
 
+    def extra_loss(self, outputs: Tensor, weight: Tensor, probs: Tensor, label_of: Tensor) -> Tensor:  # noqa: ARG002
+        """A loss beside that of the logits `outputs` [n, H] @ `weight` [V, H].T; see `soft_loss` for the labels."""
+        return outputs.new_zeros(())
+
     @property
     def output_weight(self) -> Tensor:
         """[draft vocab, H]"""

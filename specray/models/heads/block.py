@@ -10,7 +10,8 @@ chance that a token drafted there is accepted. Its rows, and those of DeepSpec's
 their own position; other rows predict their own.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,29 @@ from specray.models.llama_shape import LlamaShape
 from specray.models.loading import Loader
 from specray.models.target_matrices import TargetMatrices
 from specray.ops.attention import Attend
+
+
+def trained_settings(
+    num_draft_ids: int, aux_hidden_state_layers: Sequence[int], mask_token_id: int, num_predicted: int, markov_rank: int
+) -> dict[str, Any]:
+    """The settings in config.json, beside `transformer_layer_config`, of a head that SpecRay trains.
+
+    It has speculators' layout. With a `markov_rank` it is a DSpark head.
+    """
+    kind = "dspark" if markov_rank else "dflash"
+    own = {
+        "speculators_model_type": kind,
+        "draft_vocab_size": num_draft_ids,
+        "block_size": num_predicted + (not markov_rank),
+        "aux_hidden_state_layer_ids": list(aux_hidden_state_layers),
+        "mask_token_id": mask_token_id,
+        "sample_from_anchor": bool(markov_rank),
+    }
+    if not markov_rank:
+        return {"architectures": ["DFlashDraftModel"], **own}
+    rows = {"markov_rank": markov_rank, "markov_head_type": "vanilla"}
+    confidence = {"enable_confidence_head": True, "confidence_head_with_markov": True}
+    return {"architectures": ["DSparkDraftModel"], **own, **rows, **confidence}
 
 
 class MarkovRows:
