@@ -8,9 +8,10 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from specray.config import Options
+from specray.config import Options, SpeculativeConfig
 from specray.errors import ConfigError
 from specray.server.config import ServingConfig
+from specray.spec_decode import splits_draft_models
 from specray.worker.remote_drafter.handshake import DraftPlacement
 
 
@@ -19,7 +20,7 @@ class DraftConfig(Options):
 
     placement: DraftPlacement = Field(
         "colocated",
-        description="colocated: in a process beside rank 0, whose failure does not stop the "
+        description="colocated: in a process beside each rank, whose failure does not stop the "
         "engine; separate: the same on a GPU of its own; inline: in the rank's "
         "process. The output is the same.",
     )
@@ -33,7 +34,7 @@ class DraftConfig(Options):
         0.2,
         gt=0.0,
         lt=1.0,
-        description="Share of rank 0's GPU that Ray reserves for the colocated drafter, like cpus. A separate drafter "
+        description="Share of a rank's GPU that Ray reserves for the colocated drafter, like cpus. A separate drafter "
         "has a whole one.",
     )
     cuda_ipc: bool = Field(
@@ -161,6 +162,11 @@ class AppConfig(ServingConfig):
                 "placement.across_nodes does not ensure; set draft.placement: colocated, or across_nodes: false"
             )
         return self
+
+    def draft_ranks(self, speculative: SpeculativeConfig) -> int:
+        """See ServingConfig. A draft model is split like the target, unless it has a GPU of its own."""
+        is_split = self.draft.placement != "separate" and splits_draft_models(speculative)
+        return self.tp_size if is_split else super().draft_ranks(speculative)
 
     @property
     def has_draft_actor(self) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from cluster.config import AppConfig
 from cluster.engine.node_resources import sum_of
-from cluster.engine.placement import Bundle, bundles, strategy
+from cluster.engine.placement import Bundle, bundles, draft_bundles, strategy
 
 STRATEGIES = {"STRICT_PACK": "all on one node", "PACK": "on as few nodes as have room"}
 
@@ -48,12 +48,8 @@ def _engines(config: AppConfig) -> str:
 
 
 def _processes(config: AppConfig, rank: int) -> str:
-    drafter = [f"{config.speculative.drafter_name} drafter"] * config.has_draft_actor
-    if rank == config.tp_size:
-        return drafter[0]
-    names = [f"rank {rank}"]
-    if rank == 0:
-        names = ["router", *names, *([] if config.has_draft_gpu else drafter)]
+    names = ["router"] * (rank == 0) + [f"rank {rank}"] * (rank < config.tp_size)
+    names += [f"{config.speculative.drafter_name} drafter"] * (rank in draft_bundles(config))
     return " + ".join(names)
 
 

@@ -1,9 +1,12 @@
 """The process of a colocated drafter. `specray.worker.remote_drafter` has its protocol with the target rank."""
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cluster.engine.rendezvous import open_store, use_interface
+from cluster.liveness.actors import Place
 from cluster.process_settings import (
     frozen_garbage_collection,
     lower_priority_from_environment,
@@ -19,36 +22,53 @@ if TYPE_CHECKING:
 
 
 class DraftActor:
-    """A Ray actor. Call `start` once, then `loop`, which runs until the drafter ends."""
+    """A Ray actor, one of those that draft together. Call `start` once, then `loop`, which runs until it ends."""
 
-    def __init__(self, config: EngineConfig, heartbeat_path: str) -> None:
-        """Start beating in `heartbeat_path` and loading what the drafter needs of the target."""
+    def __init__(self, config: EngineConfig, heartbeat_path: str | None, rank: int = 0) -> None:
+        """Start beating in `heartbeat_path`, on rank 0, and loading what the drafter needs of the target."""
         set_log_level_from_environment()
-        self._heartbeat = HeartbeatFile(Path(heartbeat_path))
-        self._heartbeat.keep_beating()
-        self._config = config
+        self._heartbeat = None
+        if heartbeat_path is not None:
+            self._heartbeat = HeartbeatFile(Path(heartbeat_path))
+            self._heartbeat.keep_beating()
+        self._config, self._rank = config, rank
         # This takes seconds. An engine's first drafter loads while the target does. `start` raises its errors.
         self._target = ThreadPoolExecutor(1).submit(_load_target_view, config)
 
-    def start(self, num_slots: int) -> DrafterHandshake:
-        """Load the drafter, for a target with `num_slots` KV slots."""
+    def open_store(self) -> str:
+        """Open the store for a rendezvous of actors of several nodes; its init method."""
+        self._store, init_method = open_store(Place.here().address)
+        return init_method
+
+    def start(self, num_slots: int, init_method: str | None = None, size: int = 1) -> DrafterHandshake:
+        """Load the drafter, for a target with `num_slots` KV slots.
+
+        Returns once all `size` actors that draft together have been started with the same `init_method`.
+        """
         lower_priority_from_environment()
         target = self._target.result()
+        from specray.layers.parallel import RankGroup
         from specray.ops.device_ops import ops_on
         from specray.worker.memory import enough_memory
         from specray.worker.remote_drafter.server import make_draft_server
 
         if self._config.num_threads is not None:
             ops_on(target.device).use_threads(self._config.num_threads)
+        if init_method is not None:
+            use_interface(init_method, Place.here().address)
+        group = RankGroup(self._rank, size, init_method, target.device, self._config.deterministic)
         with frozen_garbage_collection(), enough_memory(self._config, "loading the drafter", ConfigError):
-            self._server = make_draft_server(self._config, target, num_slots)
+            self._server = make_draft_server(self._config, replace(target, group=group), num_slots)
         return self._server.handshake
 
     def loop(self, address: str, epoch: int) -> None:
         """Draft for the target that listens at the unix socket `address`, until either process ends.
 
-        EngineDeadError if the target refuses this drafter.
+        Rank 0 connects, the others follow it. EngineDeadError if the target refuses this drafter.
         """
+        if self._heartbeat is None:
+            self._server.follow()
+            return
         self._server.serve(address, epoch, on_accept=self._heartbeat.mark_loaded)
 
 

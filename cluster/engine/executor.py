@@ -16,7 +16,7 @@ from cluster.config import AppConfig
 from cluster.engine.placement import (
     Bundle,
     Placement,
-    draft_bundle,
+    draft_bundles,
     draft_resources,
     rank_resources,
     uses_gpus,
@@ -61,7 +61,8 @@ class RayExecutor:
         try:
             self._actors = self._create(config, with_gpus)
             if config.has_draft_actor:
-                options = self._options(config, draft_resources(config, with_gpus), draft_bundle(config))
+                resources = draft_resources(config, with_gpus)
+                options = [self._options(config, resources, bundle) for bundle in draft_bundles(config)]
                 self._drafter = DrafterSupervisor(_rank_config(config), self._endpoint(config), options)
             places: list[Place] = ray.get([actor.place.remote() for actor in self._actors])
             self.rank_nodes = tuple(place.address for place in places)
@@ -70,7 +71,7 @@ class RayExecutor:
             # On GPUs the budget was not measured, and steps whose trees may be cut start later.
             self._capacity = self._start(places)._replace(max_plans=max_plans, learns_budget=not with_gpus)
             if self._drafter is not None:
-                self._add_drafter(config, self._drafter)
+                self._add_drafter(config, self._drafter, spans_nodes=len(ranks_by_node(places)) > 1)
             self._channel = self._connect()
             if not with_gpus and self._drafter is None:
                 # Nothing else uses it. (NCCL reads the rendezvous file in the first step, and new drafters connect.)
@@ -211,7 +212,7 @@ class RayExecutor:
         if len(places) == 1:
             return None
         if len(ranks_by_node(places)) == 1:
-            return file_rendezvous(Path(self._folder.name))
+            return file_rendezvous(Path(self._folder.name, "ranks"))
         init_method: str = ray.get(self._actors[0].open_store.remote())
         return init_method
 
@@ -219,9 +220,9 @@ class RayExecutor:
         draft = config.draft
         return DraftEndpoint(f"{self._folder.name}/drafts", self._epoch, draft.placement, draft.cuda_ipc)
 
-    def _add_drafter(self, config: AppConfig, supervisor: DrafterSupervisor) -> None:
-        """Start the drafter, which runs beside rank 0 and drafts for all ranks."""
-        handshake = supervisor.start(self._capacity.num_blocks * config.page_size)
+    def _add_drafter(self, config: AppConfig, supervisor: DrafterSupervisor, spans_nodes: bool) -> None:
+        """Start the drafter."""
+        handshake = supervisor.start(self._capacity.num_blocks * config.page_size, spans_nodes)
         # The prefix cache cannot change its keys later. Keys for drafters that read the next token suit all drafters.
         reads_next_token = handshake.reads_next_token or config.replaces_drafters
         self._capacity = self._capacity._replace(

@@ -1,7 +1,8 @@
 """Resources and placement of an engine's processes.
 
-An engine has one placement group with one bundle per rank. Bundle 0 also holds the router and the drafter. A drafter
-with a GPU of its own (`draft.placement: separate`) has another bundle behind those of the ranks.
+An engine has one placement group with one bundle per rank. Bundle 0 also holds the router. Each holds an actor that
+drafts with a part of a draft model; a drafter without a model is in bundle 0. One with a GPU of its own
+(`draft.placement: separate`) has another bundle behind those of the ranks.
 """
 
 import ray
@@ -20,18 +21,23 @@ def bundles(config: AppConfig, with_gpus: bool) -> list[Bundle]:
     """The bundle of each rank, in order, and that of a separate drafter."""
     cpus = {"CPU": config.server.rank_cpus}
     rank = (cpus | {"GPU": 1.0} if with_gpus else cpus) | config.placement.rank_resources
-    is_beside = config.has_draft_actor and not config.has_draft_gpu
-    first = rank | {"CPU": rank["CPU"] + config.server.router_cpus + config.draft.cpus * is_beside}
-    ranks = [first, *(dict(rank) for _ in range(config.tp_size - 1))]
+    ranks = [dict(rank) for _ in range(config.tp_size)]
+    ranks[0]["CPU"] += config.server.router_cpus
     if not config.has_draft_gpu:
+        for index in draft_bundles(config):
+            ranks[index]["CPU"] += config.draft.cpus
         return ranks
     own = {"CPU": config.draft.cpus}
     return [*ranks, own | {"GPU": 1.0} if with_gpus else own]
 
 
-def draft_bundle(config: AppConfig) -> int:
-    """The index of the drafters' bundle."""
-    return config.tp_size if config.has_draft_gpu else 0
+def draft_bundles(config: AppConfig) -> list[int]:
+    """The index of the bundle of each actor that drafts."""
+    if not config.has_draft_actor:
+        return []
+    if config.has_draft_gpu:
+        return [config.tp_size]
+    return list(range(config.tp_size if config.replaces_drafters else config.draft_ranks(config.speculative)))
 
 
 def strategy(config: AppConfig) -> str:
@@ -40,15 +46,14 @@ def strategy(config: AppConfig) -> str:
 
 
 def rank_resources(config: AppConfig, with_gpus: bool, rank: int) -> Bundle:
-    """Resources of one rank: CPUs and a GPU, without the drafter's share of rank 0's GPU."""
+    """Resources of one rank: CPUs and a GPU, without the share of the drafter beside it."""
     cpus = {"CPU": config.server.rank_cpus}
-    is_beside = rank == 0 and config.has_draft_actor and not config.has_draft_gpu
-    share = config.draft.gpu_share if is_beside else 0.0
+    share = config.draft.gpu_share if rank in draft_bundles(config) else 0.0
     return cpus | {"GPU": 1.0 - share} if with_gpus else cpus
 
 
 def draft_resources(config: AppConfig, with_gpus: bool) -> Bundle:
-    """Resources of one drafter; half of its share, or of its GPU, if its successor loads beside it."""
+    """Resources of one actor that drafts; half of its share, or of its GPU, if its successor loads beside it."""
     half = 0.5 if config.replaces_drafters else 1.0
     cpus = {"CPU": config.draft.cpus * half}
     share = 1.0 if config.has_draft_gpu else config.draft.gpu_share

@@ -14,9 +14,9 @@ import psutil
 LOOPBACK = "lo"
 
 
-def file_rendezvous(folder: Path) -> str:
-    """The init method for ranks of one node. Only processes with access to `folder` can join."""
-    return f"file://{folder}/ranks"
+def file_rendezvous(path: Path) -> str:
+    """The init method for ranks of one node, by a new file. Only processes with access to its folder can join."""
+    return f"file://{path}"
 
 
 def open_store(address: str) -> tuple[object, str]:

@@ -341,7 +341,8 @@ def _start_engine(config: AppConfig) -> tuple[RayExecutor, Engine]:
     # Downloaded and converted by this process once, before the ranks load it.
     folder = target_folder(config, progress=True)
     tokenizer = load_tokenizer(folder).backend_tokenizer
-    logger.info("loading %s on %d ranks", config.model_name, config.tp_size)
+    ranks = config.tp_size, config.draft_ranks(config.speculative)
+    logger.info("loading %s on %d ranks, its drafter on %d", config.model_name, *ranks)
     executor = RayExecutor(config)
     return executor, Engine(config.engine, executor, tokenizer)
 

@@ -1,10 +1,13 @@
-"""Supervision of an engine's drafter process: start, monitoring, restart and replacement."""
+"""Supervision of an engine's drafter: start, monitoring, restart and replacement.
+
+It is one process, or one beside each rank, each with a part of the draft model: they start, fail and end together.
+"""
 
 import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,10 +16,12 @@ import ray
 from ray.exceptions import RayError
 
 from cluster.engine.draft import DraftActor
+from cluster.engine.rendezvous import file_rendezvous
 from cluster.liveness.actors import RAY_EXIT_S, Process, exit_reason, start_error
 from specray.config import EngineConfig, SpeculativeConfig, with_values
 from specray.errors import EngineDeadError
 from specray.heartbeat import HeartbeatFile, SilenceWatch
+from specray.spec_decode import splits_draft_models
 from specray.worker.remote_drafter.handshake import NO_DRAFTER, DraftEndpoint, DrafterHandshake, dismiss
 
 POLL_INTERVAL_S = 0.25
@@ -50,21 +55,24 @@ class _Replacement(NamedTuple):
 
 
 class DrafterSupervisor:
-    """Restarts an engine's drafter when it ends, and replaces it on request. `options` are the actor's Ray options.
+    """Restarts an engine's drafter when it ends, and replaces it on request.
+
+    `options` are the Ray options of an actor for each rank; a drafter without a model to split has the first one only.
 
     One thread does all of this. `start` starts it and waits for the first drafter, whose process is created by the
     constructor already, so that it starts at the same time as the target.
     """
 
-    def __init__(self, config: EngineConfig, endpoint: DraftEndpoint, options: dict[str, Any]) -> None:
+    def __init__(self, config: EngineConfig, endpoint: DraftEndpoint, options: Sequence[dict[str, Any]]) -> None:
         self._configured = config
         self._config = with_values(config, speculative=SpeculativeConfig())
         self._num_slots = 0
         self._endpoint = endpoint
-        self._actor_class = ray.remote(DraftActor).options(**options)
+        self._actor_classes = [ray.remote(DraftActor).options(**each) for each in options]
+        self._spans_nodes = False
         self._num_created = 0
         self._first = self._create(config) if config.speculative.has_drafter else None
-        self._drafter: _DrafterProcess | None = None
+        self._drafter: _DrafterProcesses | None = None
         self._num_restarts = 0
         self._end_reason = ""  # of the last drafter that did not last
         self.failure: str | None = None  # of the supervision itself, after which no drafter is started
@@ -76,12 +84,12 @@ class DrafterSupervisor:
         self._wake = threading.Event()  # set when there is a replacement, or on closing
         self._thread = threading.Thread(target=self._run, name="specray-drafter-supervisor", daemon=True)
 
-    def start(self, num_slots: int) -> DrafterHandshake:
+    def start(self, num_slots: int, spans_nodes: bool = False) -> DrafterHandshake:
         """Load the configured drafter, for a target with `num_slots` KV slots that will run its first step later.
 
-        Raises what `replace` raises.
+        `spans_nodes`: the actors are on several nodes. Raises what `replace` raises.
         """
-        self._num_slots = num_slots
+        self._num_slots, self._spans_nodes = num_slots, spans_nodes
         self._thread.start()
         return self._await(_Replacement(self._configured, target_runs=False, result=Future()))
 
@@ -224,11 +232,13 @@ class DrafterSupervisor:
         _end(old, RAY_EXIT_S)
         return handshake
 
-    def _start(self, config: EngineConfig, is_wanted: Callable[[], bool]) -> tuple["_DrafterProcess", DrafterHandshake]:
+    def _start(
+        self, config: EngineConfig, is_wanted: Callable[[], bool]
+    ) -> tuple["_DrafterProcesses", DrafterHandshake]:
         """A loaded drafter that is about to connect to the target. Raises RayError, OSError or _CancelledError."""
         drafter, self._first = self._first or self._create(config), None
         try:
-            handshake = drafter.load(self._num_slots, is_wanted)
+            handshake = drafter.load(self._num_slots, self._spans_nodes, is_wanted)
         except BaseException:
             drafter.end()
             raise
@@ -236,24 +246,32 @@ class DrafterSupervisor:
         drafter.connect(self._endpoint)
         return drafter, handshake
 
-    def _create(self, config: EngineConfig) -> "_DrafterProcess":
+    def _create(self, config: EngineConfig) -> "_DrafterProcesses":
         self._num_created += 1
         path = Path(self._endpoint.address).with_name(f"heartbeat-drafter-{self._num_created}")
-        return _DrafterProcess(HeartbeatFile(path), self._actor_class.remote(config, str(path)))
+        first, *others = self._actor_classes if splits_draft_models(config.speculative) else self._actor_classes[:1]
+        actors = [first.remote(config, str(path), 0)]
+        actors += [each.remote(config, None, rank) for rank, each in enumerate(others, 1)]
+        rendezvous = path.with_name(f"ranks-drafter-{self._num_created}")
+        return _DrafterProcesses(HeartbeatFile(path), actors, rendezvous)
 
 
 class _CancelledError(Exception):
     """The drafter that was loading is no longer wanted."""
 
 
-class _DrafterProcess:
-    """One drafter process, from the creation of its actor until its end."""
+class _DrafterProcesses:
+    """The processes of one drafter, from the creation of their actors until their end.
 
-    def __init__(self, heartbeat: HeartbeatFile, actor: Any) -> None:
+    The first one has a heartbeat. Without any of the others it cannot draft, so that it is late and then frozen.
+    """
+
+    def __init__(self, heartbeat: HeartbeatFile, actors: Sequence[Any], rendezvous: Path) -> None:
+        """`rendezvous` is a new file for actors of one node to meet."""
         self._heartbeat = heartbeat
-        self._actor = actor
-        self._process: Process | None = None
-        self._sentinel: ray.ObjectRef[None] | None = None
+        self._actors, self._rendezvous = actors, rendezvous
+        self._process: Process | None = None  # the first
+        self._sentinels: list[ray.ObjectRef[None]] = []
         self._created_at = time.monotonic()
         self._silence = SilenceWatch(heartbeat, POLL_INTERVAL_S)
 
@@ -261,21 +279,26 @@ class _DrafterProcess:
     def age_s(self) -> float:
         return time.monotonic() - self._created_at
 
-    def load(self, num_slots: int, is_wanted: Callable[[], bool]) -> DrafterHandshake:
+    def load(self, num_slots: int, spans_nodes: bool, is_wanted: Callable[[], bool]) -> DrafterHandshake:
         """RayError if loading fails, TimeoutError if it freezes, _CancelledError once `is_wanted` returns False."""
-        call: ray.ObjectRef[DrafterHandshake] = self._actor.start.remote(num_slots)
-        while not ray.wait([call], timeout=POLL_INTERVAL_S)[0]:
+        group = self._init_method(spans_nodes), len(self._actors)
+        calls = [actor.start.remote(num_slots, *group) for actor in self._actors]
+        waiting = calls
+        while waiting:
+            ended, waiting = ray.wait(waiting, timeout=POLL_INTERVAL_S)
+            for call in ended:
+                ray.get(call)
             self._open_process()
-            if not is_wanted():
+            if waiting and not is_wanted():
                 raise _CancelledError
-            self._check_heartbeat()
-        handshake: DrafterHandshake = ray.get(call)
-        self._open_process()
+            if waiting:
+                self._check_heartbeat()
+        handshake: DrafterHandshake = ray.get(calls[0])
         return handshake
 
     def connect(self, endpoint: DraftEndpoint) -> None:
         """Connect to the target and start drafting once it accepts."""
-        self._sentinel = self._actor.loop.remote(endpoint.address, endpoint.epoch)
+        self._sentinels = [actor.loop.remote(endpoint.address, endpoint.epoch) for actor in self._actors]
 
     def await_acceptance(self, is_wanted: Callable[[], bool]) -> None:
         """Wait until the target has accepted it, which takes as long as the target's present step.
@@ -303,20 +326,29 @@ class _DrafterProcess:
         return self.await_end(0.0)
 
     def await_end(self, timeout: float) -> bool:
-        """Wait for its end, by an error or because the target drops it, at most `timeout` seconds; whether it came."""
-        assert self._sentinel is not None
-        return bool(ray.wait([self._sentinel], timeout=timeout)[0])
+        """Wait at most `timeout` seconds until one ends, by an error or dropped by the target; whether it did."""
+        return bool(ray.wait(self._sentinels, timeout=timeout)[0])
 
     def exit_reason(self) -> str:
-        assert self._sentinel is not None
-        return exit_reason("the drafter", self._sentinel, "was dropped by its target")
+        ended, _ = ray.wait(self._sentinels, timeout=0.0)
+        return exit_reason("the drafter", ended[0], "was dropped by its target")
 
     def end(self, grace_s: float = 0.0) -> None:
-        """End the process, and kill it unless it ends within `grace_s` seconds. Idempotent."""
-        with contextlib.suppress(RayError):
-            ray.kill(self._actor)
+        """End the processes, and kill the first unless it ends within `grace_s` seconds. Idempotent."""
+        for actor in self._actors:
+            with contextlib.suppress(RayError):
+                ray.kill(actor)
         if self._process is not None:
             self._process.kill(grace_s)
+
+    def _init_method(self, spans_nodes: bool) -> str | None:
+        """torch.distributed's init method of several actors; see RayExecutor."""
+        if len(self._actors) == 1:
+            return None
+        if not spans_nodes:
+            return file_rendezvous(self._rendezvous)
+        opened: str = ray.get(self._actors[0].open_store.remote(), timeout=FIRST_HEARTBEAT_TIMEOUT_S)
+        return opened
 
     def _open_process(self) -> None:
         """Open the process while it runs, before its ID can be reused."""
@@ -330,6 +362,6 @@ class _DrafterProcess:
             raise TimeoutError(f"its process has not started in {self.age_s:.0f} s")
 
 
-def _end(drafter: _DrafterProcess | None, grace_s: float = 0.0) -> None:
+def _end(drafter: _DrafterProcesses | None, grace_s: float = 0.0) -> None:
     if drafter is not None:
         drafter.end(grace_s)

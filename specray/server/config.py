@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from specray.config import EngineConfig, Options
+from specray.config import EngineConfig, Options, SpeculativeConfig
 from specray.engine.request_log import EVERY_TENANT
 from specray.errors import ConfigError
 
@@ -250,6 +250,10 @@ class ServingConfig(EngineConfig):
                 "verification is not coupled, is lossy or simulated; set server.audit: 0"
             )
         return self
+
+    def draft_ranks(self, speculative: SpeculativeConfig) -> int:
+        """Number of ranks that draft together with such a drafter."""
+        return int(speculative.has_drafter)
 
     @property
     def fixed_drafter(self) -> str:

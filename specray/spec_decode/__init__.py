@@ -176,6 +176,12 @@ def drafts_on_every_rank(config: SpeculativeConfig) -> bool:
     return all(method_of(member.algorithm or "").drafts_on_every_rank for member in config.members.values())
 
 
+def splits_draft_models(config: SpeculativeConfig) -> bool:
+    """Whether there is a draft model, of which each tensor-parallel rank has a part."""
+    methods = [method_of(member.algorithm or "") for member in config.members.values()]
+    return drafts_on_every_rank(config) and any("draft_model_path" in method.options for method in methods)
+
+
 def check_speculative(config: SpeculativeConfig) -> None:
     """ConfigError if the algorithm of a drafter is unknown or contradicts its other options.
 

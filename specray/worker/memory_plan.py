@@ -24,7 +24,7 @@ from specray.models.registry import is_native
 from specray.models.target_model import ModelShape
 from specray.models.weights import WeightReader
 from specray.ops.attention import row_bytes
-from specray.spec_decode import drafts_on_every_rank, method_of
+from specray.spec_decode import method_of, splits_draft_models
 from specray.worker.buckets import buckets, draft_row_buckets
 from specray.worker.memory import memory_fraction, weight_options
 from specray.worker.remote_drafter.handshake import DraftPlacement
@@ -131,7 +131,7 @@ def demand_of(
     """
     weights, token, dynamic = 0, 0, 0
     is_beside = placement != "separate" or device.type == "cpu"
-    is_split = placement == "inline" and drafts_on_every_rank(config.speculative)
+    is_split = placement != "separate" and splits_draft_models(config.speculative)
     ranks = group.size if is_split else 1
     drafters = config.speculative.members.values() if is_beside and (is_split or group.leads) else ()
     for drafter in filter(_has_draft_model, drafters):
@@ -150,9 +150,9 @@ def demand_of(
         dynamic = _steps(config, shape, width, dtype) + _state_copies(config, shape)
         if is_split or (group.leads and placement != "separate"):
             dynamic += _drafts(config, shape, width, dtype, placement == "inline")
-        if group.leads and placement == "colocated":
+        if placement == "colocated" and (is_split or group.leads):
             dynamic += CONTEXT_BYTES
-            if uses_cuda_ipc:
+            if uses_cuda_ipc and group.leads:
                 tokens = config.max_prefill_tokens + config.max_running_requests * _most_nodes(config)
                 dynamic += ring_bytes(tokens, _MANY_LAYERS * shape.hidden_size, dtype)
     kv = shape.num_kv_layers * _layer_bytes(shape, kv_dtype(config, dtype))

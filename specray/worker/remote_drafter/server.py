@@ -2,6 +2,10 @@
 
 It shares only the ring of hidden states with the target. It has its own weights, its own KV for the same blocks
 and its own copy of the request table. When the target dismisses it or dies, the connection closes and `serve` returns.
+
+The drafters of a tensor-parallel target have a group of their own, and each has a part of the draft model. The first
+one alone talks to the target, and passes orders and hidden states on to the others (`follow`). So all read the same
+orders whatever the target skips, and one that is late, gone or wrong is like a single drafter that is.
 """
 
 import contextlib
@@ -58,10 +62,15 @@ class DraftServer:
         device: torch.device,
         graphs: DraftGraphs | None = None,
         table: RequestTable | None = None,
+        group: RankGroup | None = None,
     ) -> None:
-        """`table` is the empty one that CUDA graphs were captured for, those of the drafter's members or `graphs`."""
+        """`table` is the empty one that CUDA graphs were captured for, those of the drafter's members or `graphs`.
+
+        `group` are the drafters that draft together; None: this one alone.
+        """
         self._drafter = drafter
         self._device = device
+        self._group = group or RankGroup()
         self._graphs, self._table = graphs, table
         self._composite = composite_of(drafter)
         self.handshake = DrafterHandshake(
@@ -85,12 +94,37 @@ class DraftServer:
             channel = Channel(connection, epoch)
             channel.send(pack_handshake(self.handshake))
             on_connect()
-            ring, decoder = self._receive_handshake(connection, channel)
+            ring, target = self._receive_handshake(connection, channel)
             on_accept()
+            decoder = DeltaDecoder(target, self._device, self._table)
+            self._group.broadcast_bytes(pack(target))
             with contextlib.closing(ring):
                 while True:
-                    order = unpack_order(channel.recv())
-                    channel.send(pack(self._reply(order, ring.read(order.region), decoder)))
+                    data = channel.recv()
+                    order = unpack_order(data)
+                    region = ring.read(order.region)
+                    if self._group.size > 1:
+                        region = self._pass_on(data, region[: order.num_tokens])
+                    channel.send(pack(self._reply(order, region, decoder)))
+
+    def follow(self) -> None:
+        """Draft along with the first drafter of the group, until that one ends."""
+        target = unpack_target_handshake(self._group.broadcast_bytes(None))
+        decoder, dtype = DeltaDecoder(target, self._device, self._table), torch_dtype(target.dtype)
+        while True:
+            try:
+                order = unpack_order(self._group.broadcast_bytes(None))
+            except RuntimeError as error:  # of torch.distributed
+                logger.info("the first drafter has ended: %s", error)
+                return
+            states = torch.empty(order.num_tokens, target.width, dtype=dtype, device=self._device)
+            self._reply(order, self._group.broadcast(states) if states.numel() else states, decoder)
+
+    def _pass_on(self, order: bytes, states: Tensor) -> Tensor:
+        """Send an order and its hidden states to the other drafters; these states."""
+        self._group.broadcast_bytes(order)
+        states = states.to(self._device)
+        return self._group.broadcast(states) if states.numel() else states
 
     @torch.inference_mode()
     def warm_up(self, config: EngineConfig, target: TargetHandshake, sizes: WarmUpSizes) -> None:
@@ -117,7 +151,7 @@ class DraftServer:
 
     def _receive_handshake(
         self, connection: socket.socket, channel: Channel
-    ) -> tuple[HiddenStateRing | DeviceRing, DeltaDecoder]:
+    ) -> tuple[HiddenStateRing | DeviceRing, TargetHandshake]:
         connection.settimeout(None)
         try:
             answer, fds, _, _ = socket.recv_fds(connection, 1, 1)
@@ -134,7 +168,7 @@ class DraftServer:
             ring = DeviceRing.open(target.device_ring, *size) if target.device_ring else HiddenStateRing(fds[0], *size)
         finally:
             os.close(fds[0])
-        return ring, DeltaDecoder(target, self._device, self._table)
+        return ring, target
 
 
 def make_draft_server(config: EngineConfig, target: TargetView, num_slots: int) -> DraftServer:
@@ -142,14 +176,14 @@ def make_draft_server(config: EngineConfig, target: TargetView, num_slots: int) 
     drafter, device = make_remote_drafter(config, target, num_slots), target.device
     made = None if config.disable_cuda_graph else make_graphs(device, target.attention_backend)
     if made is None and device.type == "cpu":  # whose kernels are compiled already
-        return DraftServer(drafter, device)
+        return DraftServer(drafter, device, group=target.group)
     max_tokens = target.context_length + MAX_TREE_NODES + config.page_size
     dimensions = config.max_running_requests, max_tokens, config.page_size, target.shape.vocab_size
     table = RequestTable(*dimensions, device)
     if made is None or not is_padded(make_sampler(config.speculative)):
-        server = DraftServer(drafter, device, None, table)
+        server = DraftServer(drafter, device, None, table, target.group)
     else:
-        server = DraftServer(drafter, device, _capture(config, target, made, drafter, table), table)
+        server = DraftServer(drafter, device, _capture(config, target, made, drafter, table), table, target.group)
     width = target.shape.hidden_size * len(drafter.aux_hidden_state_layers)
     states = (config.chunked_prefill_size, width, str(target.dtype).removeprefix("torch."))
     sizes = WarmUpSizes(num_slots, target.context_length, target.shape.vocab_size, drafter.max_draft_tokens)

@@ -59,6 +59,11 @@ class Order(NamedTuple):
     unfinished: list[DraftRequest]
     missed_kv_slots: list[int]
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens with hidden states."""
+        return sum(request.end - request.start for request in self.requests + self.unfinished)
+
 
 class DraftReply(NamedTuple):
     """Trees of an order's requests, in their order; none after a fault.
@@ -199,8 +204,7 @@ class DeltaDecoder:
         for delta in order.deltas:
             self._table.extend(*delta)
         self._table.flush()
-        count = sum(request.end - request.start for request in order.requests + order.unfinished)
-        states = region[:count].to(self._table.device)
+        states = region[: order.num_tokens].to(self._table.device)
         missed = order.missed_kv_slots
         return ProposeContext(self._table, order.requests, order.unfinished, lambda: states, missed_kv_slots=missed)
 

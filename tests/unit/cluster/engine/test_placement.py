@@ -4,7 +4,7 @@ import pytest
 
 from cluster.cli.plan import plan_text
 from cluster.config import AppConfig
-from cluster.engine.placement import bundles, draft_bundle, draft_resources, rank_resources, strategy
+from cluster.engine.placement import bundles, draft_bundles, draft_resources, rank_resources, strategy
 
 SPLIT = {"tp_size": 2, "placement": {"across_nodes": True}}
 
@@ -34,12 +34,29 @@ def test_a_separate_drafter_has_a_bundle_behind_those_of_the_ranks() -> None:
     ranks = bundles(separate(speculative={}), with_gpus=True)
     assert bundles(config, with_gpus=True) == [*ranks, {"CPU": 0.5, "GPU": 1.0}]
     assert bundles(config, with_gpus=False)[-1] == {"CPU": 0.5}
-    assert draft_bundle(config) == 2
-    assert draft_bundle(separate(draft={"placement": "colocated"})) == 0
+    assert draft_bundles(config) == [2]
+    assert draft_bundles(separate(draft={"placement": "colocated"})) == [0]
     assert [rank_resources(config, True, rank)["GPU"] for rank in (0, 1)] == [1.0, 1.0]
     assert draft_resources(config, with_gpus=True) == {"CPU": 0.5, "GPU": 1.0}
     assert "bundle 2: NGRAM drafter: 0.5 CPU" in plan_text(config)
     assert strategy(config) == "STRICT_PACK"  # they share memory
+
+
+def test_a_draft_model_is_split_over_actors_beside_the_ranks() -> None:
+    head = {"algorithm": "EAGLE3", "draft_model_path": "head"}
+    config = separate(speculative=head, draft={"cpus": 0.5, "gpu_share": 0.25})
+    without = bundles(separate(speculative={}), with_gpus=True)
+    with_drafts = bundles(config, with_gpus=True)
+    assert draft_bundles(config) == [0, 1]
+    added = [each["CPU"] - plain["CPU"] for each, plain in zip(with_drafts, without, strict=True)]
+    assert added == pytest.approx([0.5, 0.5])
+    assert [rank_resources(config, True, rank)["GPU"] for rank in (0, 1)] == [0.75, 0.75]
+    assert "bundle 1: rank 1 + EAGLE3 drafter: " in plan_text(config)
+    assert draft_bundles(separate(speculative=head)) == [2]
+    assert draft_bundles(separate(draft={}, server={"admin_key_file": "/keys"})) == [0, 1]  # the next one may have one
+    inline = separate(speculative=head, draft={"placement": "inline"})
+    assert draft_bundles(inline) == []
+    assert [each.draft_ranks(each.speculative) for each in (config, inline, separate(speculative=head))] == [2, 2, 1]
 
 
 def test_two_separate_drafters_share_their_gpu_while_one_replaces_the_other() -> None:

@@ -26,16 +26,18 @@ OFF = SpeculativeConfig()
 class Call(Future[Any]):
     """A method of an actor, and the reference that calling it returns. The test sets its result."""
 
-    def remote(self, *_: object) -> "Call":
+    def remote(self, *arguments: object) -> "Call":
+        self.arguments = arguments
         return self
 
 
 class FakeActor:
     """A DraftActor."""
 
-    def __init__(self, config: EngineConfig, heartbeat_path: str) -> None:
+    def __init__(self, config: EngineConfig, heartbeat_path: str | None, rank: int) -> None:
+        assert (heartbeat_path is None) == (rank > 0)
         self.speculative = config.speculative
-        self.heartbeat = HeartbeatFile(Path(heartbeat_path))
+        self.heartbeat = None if heartbeat_path is None else HeartbeatFile(Path(heartbeat_path))
         self.start, self.loop = Call(), Call()
         self.is_killed = False
 
@@ -56,9 +58,9 @@ class FakeRay:
 
         class Class:
             @staticmethod
-            def remote(config: EngineConfig, heartbeat_path: str) -> FakeActor:
-                outer.actors.append(FakeActor(config, heartbeat_path))
-                if outer.accepts_at_once:
+            def remote(config: EngineConfig, heartbeat_path: str | None, rank: int) -> FakeActor:
+                outer.actors.append(FakeActor(config, heartbeat_path, rank))
+                if outer.accepts_at_once and outer.actors[-1].heartbeat is not None:
                     outer.actors[-1].heartbeat.mark_loaded()
                 if outer.loads_at_once:
                     outer.actors[-1].start.set_result(HANDSHAKE)
@@ -98,7 +100,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
 
 @pytest.fixture
 def supervisor(ray: FakeRay, tmp_path: Path) -> Iterator[DrafterSupervisor]:  # noqa: ARG001  # patched first
-    supervisor = DrafterSupervisor(EngineConfig(model="toy"), DraftEndpoint(f"{tmp_path}/nowhere", 1), {})
+    supervisor = DrafterSupervisor(EngineConfig(model="toy"), DraftEndpoint(f"{tmp_path}/nowhere", 1), [{}])
     assert supervisor.start(64) == NO_DRAFTER
     yield supervisor
     supervisor.close()
@@ -113,14 +115,14 @@ def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
 
 def test_the_first_process_starts_before_the_target_has_loaded(ray: FakeRay, tmp_path: Path) -> None:
     config = EngineConfig(model="toy", speculative=NGRAM)
-    supervisor = DrafterSupervisor(config, DraftEndpoint(f"{tmp_path}/nowhere", 1), {})
+    supervisor = DrafterSupervisor(config, DraftEndpoint(f"{tmp_path}/nowhere", 1), [{}])
     assert [actor.speculative for actor in ray.actors] == [NGRAM]
     assert supervisor.start(64) == HANDSHAKE
     assert len(ray.actors) == 1
     supervisor.close()
     assert ray.actors[0].is_killed
 
-    DrafterSupervisor(config, DraftEndpoint(f"{tmp_path}/nowhere", 1), {}).close()  # the target did not load
+    DrafterSupervisor(config, DraftEndpoint(f"{tmp_path}/nowhere", 1), [{}]).close()  # the target did not load
     assert ray.actors[1].is_killed
 
 
@@ -336,7 +338,7 @@ def test_a_drafter_that_the_target_has_not_accepted_is_absent(
     ray.accepts_at_once = False
     monkeypatch.setattr(supervision, "exit_reason", lambda *_: "failed: EngineDeadError: the target refused it")
     config = EngineConfig(model="toy", speculative=NGRAM)
-    supervisor = DrafterSupervisor(config, DraftEndpoint(f"{tmp_path}/nowhere", 1), {})
+    supervisor = DrafterSupervisor(config, DraftEndpoint(f"{tmp_path}/nowhere", 1), [{}])
     supervisor.start(64)  # which returns before the target runs steps
     assert supervisor.state == ("loading", NGRAM, None, 0, "the drafter is being started")
     ray.actors[0].loop.set_result(None)
@@ -353,3 +355,23 @@ def test_a_drafter_whose_process_does_not_start_is_an_error(
     with pytest.raises(EngineDeadError, match="did not start"):
         supervisor.replace(NGRAM)
     assert ray.actors[0].is_killed
+
+
+def test_the_drafters_of_all_ranks_are_one(ray: FakeRay, tmp_path: Path) -> None:
+    """They meet at a new file, and the end of one ends and restarts all; a drafter without a model is one process."""
+    config = EngineConfig(model="toy", tp_size=2, speculative=SpeculativeConfig(algorithm="EAGLE3"))
+    supervisor = DrafterSupervisor(config, DraftEndpoint(f"{tmp_path}/nowhere", 1), [{}, {}])
+    assert supervisor.start(64) == HANDSHAKE
+    first, second = ray.actors
+    assert first.start.arguments == second.start.arguments == (64, f"file://{tmp_path}/ranks-drafter-1", 2)
+    second.loop.set_exception(RayActorError())
+    until(lambda: len(ray.actors) == 4)
+    assert first.is_killed
+    assert second.is_killed
+    assert ray.actors[3].start.arguments == (64, f"file://{tmp_path}/ranks-drafter-2", 2)
+    until(lambda: supervisor.state.state == "ready")
+    supervisor.replace(NGRAM)
+    assert len(ray.actors) == 5
+    assert ray.actors[4].start.arguments == (64, None, 1)
+    supervisor.close()
+    assert all(actor.is_killed for actor in ray.actors)

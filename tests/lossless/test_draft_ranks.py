@@ -1,0 +1,47 @@
+"""A drafter of several processes beside a target of several ranks: a fault of one costs drafts, never a request."""
+
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+
+from specray.sampling_params import make_sampling_params
+from specray.step import DraftFault
+from tests.support.draft_ranks import kill, run_draft_ranks, stop
+from tests.support.engine import generate
+from tests.support.methods import METHODS
+
+PROMPTS = [[0, 9, 8, 7, 6, 5, 9, 8], [0, *range(10, 40)]]
+PARAMS = [
+    {"seed": 1, "temperature": 0.0, "max_tokens": 30, "ignore_eos": True},
+    {"seed": 2, "temperature": 1.0, "max_tokens": 30, "ignore_eos": True},
+]
+
+
+def plain(folder: Path) -> list[list[int]]:
+    return [list(each.token_ids) for each in generate(folder, PROMPTS, [make_sampling_params(**p) for p in PARAMS])]
+
+
+@pytest.mark.parametrize("name", ["EAGLE3", "STANDALONE-tree"])
+def test_a_split_drafter_in_its_own_processes_changes_no_text(name: str, toy: Path, tmp_path: Path) -> None:
+    seen = run_draft_ranks(toy, METHODS[name](toy, tmp_path), PROMPTS, PARAMS)
+    assert seen.token_ids == plain(toy)
+    assert seen.drafts_after > 0
+    assert seen.faults == []
+
+
+@pytest.mark.parametrize(("fault", "last"), [(kill, DraftFault.GONE), (stop, DraftFault.FROZEN)])
+def test_a_rank_of_the_drafter_that_fails_costs_drafts_until_all_are_replaced(
+    fault: Callable[[BaseProcess], None], last: DraftFault, toy: Path, tmp_path: Path
+) -> None:
+    seen = run_draft_ranks(toy, METHODS["EAGLE3"](toy, tmp_path), PROMPTS, PARAMS, fault)
+    assert seen.token_ids == plain(toy)
+    assert seen.drafts_before > 0
+    assert seen.drafts_after > 0
+    assert seen.faults[-1] == last
+
+
+def test_a_rank_of_the_drafter_that_computes_nonsense_changes_no_text(toy: Path, tmp_path: Path) -> None:
+    seen = run_draft_ranks(toy, METHODS["EAGLE3"](toy, tmp_path), PROMPTS, PARAMS, lies=True)
+    assert seen.token_ids == plain(toy)

@@ -1,0 +1,176 @@
+"""A target of two ranks and a drafter of two, each in a process of its own, without Ray."""
+
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from specray.config import EngineConfig, SpeculativeConfig
+from specray.engine.engine import Engine
+from specray.engine.executor import Capacity
+from specray.engine.request import EngineRequest
+from specray.layers.parallel import RankGroup
+from specray.models.tokenizer import load_tokenizer
+from specray.sampling_params import make_sampling_params
+from specray.step import StepResult
+from specray.worker.remote_drafter import source
+from specray.worker.remote_drafter.handshake import DraftEndpoint
+from specray.worker.remote_drafter.server import make_draft_server, remote_target_view
+from specray.worker.remote_drafter.source import RemoteDrafts
+from specray.worker.startup import start_worker
+from tests.support.two_ranks import PROCESSES, TIMEOUT_S, RankZero
+
+SIZE = 2
+STEPS_BEFORE, STEPS_WITHOUT = 6, 3  # steps with the first drafter, and without one after its end
+
+
+class Seen(NamedTuple):
+    """What a run generated, the drafts that were verified, and the faults of drafters."""
+
+    token_ids: list[list[int]]
+    drafts_before: int  # of the first drafter
+    drafts_after: int  # of the one after it, if there is one
+    faults: list[str]
+
+
+class Counting(RankZero):
+    """Counts drafts and faults. Has the sizes of a drafter that has connected."""
+
+    num_drafts = 0
+
+    def __init__(self, worker: Any) -> None:
+        super().__init__(worker)
+        self.faults: list[str] = []
+        self._drafts: RemoteDrafts = worker.drafts
+
+    @property
+    def capacity(self) -> Capacity:
+        return self._worker.capacity._replace(max_draft_tokens=self.most, reads_next_token=True)
+
+    def await_drafter(self) -> None:
+        self._drafts.await_drafter(TIMEOUT_S)
+        self.most = self._drafts.max_draft_tokens
+
+    def collect(self) -> StepResult:
+        result = super().collect()
+        self.num_drafts += sum(row.num_draft_tokens for row in result.rows)
+        self.faults += result.draft_faults
+        return result
+
+
+def kill(process: BaseProcess) -> None:
+    process.kill()
+
+
+def stop(process: BaseProcess) -> None:
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGSTOP)
+
+
+def run_draft_ranks(
+    folder: Path,
+    speculative: SpeculativeConfig,
+    prompts: list[list[int]],
+    params: list[dict[str, Any]],
+    fault: Callable[[BaseProcess], None] | None = None,
+    lies: bool = False,
+) -> Seen:
+    """Generate. `fault` happens to the second rank of the drafter, and another drafter takes over.
+
+    `lies`: that rank computes something else.
+    """
+    options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "num_threads": 1, "max_total_tokens": 2048}
+    config = EngineConfig(model=str(folder), tp_size=SIZE, speculative=speculative, **options)
+    with tempfile.TemporaryDirectory() as meeting:
+        arguments = (config, meeting, DraftEndpoint(f"{meeting}/drafts", 7))
+        other = PROCESSES.Process(target=_follow, args=arguments)
+        other.start()
+        with ProcessPoolExecutor(1, mp_context=PROCESSES) as first:
+            try:
+                return first.submit(_lead, *arguments, prompts, params, fault, lies).result(TIMEOUT_S)
+            finally:
+                other.kill()
+                other.join()
+
+
+def _follow(config: EngineConfig, meeting: str, endpoint: DraftEndpoint) -> None:
+    torch.set_num_threads(1)
+    start_worker(config, 1, SIZE, f"file://{meeting}/ranks", colocate=endpoint).run_loop()
+
+
+def _lead(
+    config: EngineConfig,
+    meeting: str,
+    endpoint: DraftEndpoint,
+    prompts: list[list[int]],
+    params: list[dict[str, Any]],
+    fault: Callable[[BaseProcess], None] | None,
+    lies: bool,
+) -> Seen:
+    torch.set_num_threads(1)
+    source.FIRST_WAIT_S = source.LEAST_WAIT_S = source.FROZEN_S = 3.0 if fault is stop else TIMEOUT_S
+    worker = start_worker(config, 0, SIZE, f"file://{meeting}/ranks", colocate=endpoint)
+    rank, num_slots = Counting(worker), worker.capacity.num_blocks * config.page_size
+    processes = _start_drafter(config, f"{meeting}/drafters", endpoint, num_slots, lies)
+    try:
+        rank.await_drafter()
+        engine = Engine(config, rank, load_tokenizer(Path(config.model)).backend_tokenizer)
+        for index, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
+            engine.add_request(EngineRequest(str(index), prompt, make_sampling_params(**each)))
+        token_ids: list[list[int]] = [[] for _ in prompts]
+        step, before = 0, 0
+        while engine.has_work:
+            step += 1
+            if fault is not None and step == STEPS_BEFORE:
+                before = rank.num_drafts
+                fault(processes[1])
+            if fault is not None and step == STEPS_BEFORE + STEPS_WITHOUT:
+                _end(processes)
+                processes = _start_drafter(config, f"{meeting}/others", endpoint, num_slots)
+                rank.await_drafter()
+                before = rank.num_drafts
+            for output in engine.step():
+                assert output.error is None
+                token_ids[int(output.request_id)] += output.token_ids
+        return Seen(token_ids, before, rank.num_drafts - before, rank.faults)
+    finally:
+        _end(processes)
+
+
+def _start_drafter(
+    config: EngineConfig, meeting: str, endpoint: DraftEndpoint, num_slots: int, lies: bool = False
+) -> Sequence[BaseProcess]:
+    processes = [
+        PROCESSES.Process(target=_draft, args=(config, rank, meeting, endpoint, num_slots, lies))
+        for rank in range(SIZE)
+    ]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def _end(processes: Sequence[BaseProcess]) -> None:
+    for process in processes:
+        process.kill()
+        process.join()
+
+
+def _draft(config: EngineConfig, rank: int, meeting: str, endpoint: DraftEndpoint, num_slots: int, lies: bool) -> None:
+    torch.set_num_threads(1)
+    view = remote_target_view(config)
+    group = RankGroup(rank, SIZE, f"file://{meeting}", view.device)
+    server = make_draft_server(config, replace(view, group=group), num_slots)
+    if rank == 0:
+        server.serve(endpoint.address, endpoint.epoch)
+        return
+    if lies:
+        add = group.sum
+        group.sum = lambda partial: add(partial.mul_(-3.0))  # type: ignore[method-assign]
+    server.follow()
