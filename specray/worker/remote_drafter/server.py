@@ -5,7 +5,7 @@ and its own copy of the request table. When the target dismisses it or dies, the
 
 The drafters of a tensor-parallel target have a group of their own, and each has a part of the draft model. The first
 one alone talks to the target, and passes orders and hidden states on to the others (`follow`). So all read the same
-orders whatever the target skips, and one that is late, gone or wrong is like a single drafter that is.
+orders, even where the target skips steps, and a fault of any of them is a fault of the drafter.
 """
 
 import contextlib
