@@ -27,6 +27,8 @@ from specray.ops.gpu import (
     noise_kernels,
     sampling,
     sampling_kernels,
+    state_kernels,
+    states,
     step_kernels,
     tree_kernels,
 )
@@ -118,6 +120,7 @@ def cases() -> Iterator[Case]:
     yield Case(layer_kernels.gather_angles, {"DIM": 128, "PADDED": 128}, num_warps=1)
     yield from cases_of_verification()
     yield from cases_of_steps()
+    yield from cases_of_states()
 
 
 def cases_of_few_rows() -> Iterator[Case]:
@@ -163,6 +166,22 @@ def cases_of_steps() -> Iterator[Case]:
             keeps = {"KEEPS_SCORES": True, "HAS_SCORES": has_scores}
             yield Case(step_kernels.put_trees, size | keeps, num_warps=1)
         yield Case(step_kernels.load_trees, {"PADDED": nodes}, num_warps=1)
+
+
+def cases_of_states() -> Iterator[Case]:
+    """Qwen3.5's sizes, and LFM2's convolution over three tokens."""
+    numbers = ("requests", "is_fresh", "rows", "restarts", "copies", "num_known", "targets", "firsts")
+    floats = ("weights", "weight", "bias", "seen", "pool", "rates", "dt_bias")
+    types = dict.fromkeys(numbers, "*i64") | dict.fromkeys(floats, "*fp32")
+    for width, has_silu, has_bias in ((4, True, False), (3, False, True)):
+        sizes = {"WIDTH": width, "BLOCK": states.CHANNELS}
+        kinds = {"HAS_BIAS": has_bias, "HAS_SILU": has_silu}
+        yield Case(state_kernels.convolve_rows, sizes | kinds, types=types | {"pool": "*bf16"})
+        yield Case(state_kernels.keep_windows, sizes, types=types | {"pool": "*bf16"})
+    for dim, block in ((128, states.COLUMNS), (96, states.COLUMNS)):
+        heads = {"HEADS": 32, "K_HEADS": 16, "K_DIM": dim, "V_DIM": dim, "K_PADDED": 128, "BLOCK": block}
+        yield Case(state_kernels.run_delta_rule, heads, types=types | {"beta_scale": "fp32"})
+        yield Case(state_kernels.norm_and_gate, {"SIZE": dim, "PADDED": 128}, num_warps=1, types=types)
 
 
 def compiled(case: Case, capability: int) -> dict[str, Any]:

@@ -6,13 +6,15 @@ import torch
 from torch import Tensor
 
 from specray.ops.attention import AttentionBackend
-from specray.ops.gpu import kv, layers, sampling
+from specray.ops.gpu import kv, layers, sampling, states
 from specray.ops.gpu.attention import TritonAttention
 from specray.ops.gpu.few_rows import GpuMatrix
 from specray.ops.gpu.matrix import FixedOrderMatrix, GatedUnits
 from specray.ops.layer_attention import LayerAttention
 from specray.ops.quantised_weight import Weight
 from specray.ops.sampling_state import SamplingBatch
+from specray.ops.states import StateRows
+from specray.ops.states_torch import Convolution, DeltaNet
 from specray.ops.step_tensors import Choices
 from specray.ops.torch_matrix import Linear
 from specray.ops.torch_ops import TorchOps
@@ -69,6 +71,14 @@ class TritonOps(TorchOps):
 
     def commit_paths(self, pool: Tensor, kv_slots: Tensor, outcome: Tensor) -> None:
         kv.commit_paths(pool, kv_slots, outcome)
+
+    def convolve(self, conv: Convolution, x: Tensor, pool: Tensor, rows: StateRows) -> Tensor:
+        return states.convolve(conv, x, pool, rows)
+
+    def gated_delta(
+        self, net: DeltaNet, qkv: Tensor, a: Tensor, b: Tensor, z: Tensor, pool: Tensor, rows: StateRows
+    ) -> Tensor:
+        return states.gated_delta(net, qkv, a, b, z, pool, rows)
 
     def sample(self, logits: Tensor, batch: SamplingBatch, keys: Tensor, sampled: list[int]) -> Tensor:
         return sampling.sample(logits, batch if sampled else None, keys)

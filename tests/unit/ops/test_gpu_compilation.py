@@ -18,6 +18,7 @@ KERNELS = {
     *("attend_tiles", "merge_chunks", "rotate_head", "norm_rows", "silu_block", "grouped_products", "multiply_rows"),
     *("join_rows", "gather_angles", "gather_cells", "load_trees", "build_trees", "commit_tokens"),
     *("build_extend", "take_trees", "put_trees", "add_noise"),
+    *("convolve_rows", "keep_windows", "run_delta_rule", "norm_and_gate"),
     *("position_keys", "choose_in_blocks", "choose_among_blocks", "find_lowest", "walk_tree", "compact_path"),
 }
 FEW_ROWS = "multiply_few_rows"  # not launched on GPUs that have less shared memory than it takes

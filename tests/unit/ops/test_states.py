@@ -1,6 +1,7 @@
 """A token's bits in layers with states: alone and in a batch, in a prompt chunk, decoded, and as a node of a tree."""
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -53,7 +54,15 @@ class ConvolutionOperation:
 
 
 KINDS = [DeltaOperation, ConvolutionOperation]
-OPS = [pytest.param(TorchOps(), id="torch"), pytest.param(ops_on(torch.device("cpu")), id="best")]
+OPS = [
+    pytest.param(ops, dtype, id=f"{name}-{str(dtype).removeprefix('torch.')}")
+    for name, ops in (("torch", TorchOps()), ("best", ops_on(torch.device("cpu"))))
+    for dtype in TYPES
+]
+if find_spec("triton") is not None:
+    from specray.ops.gpu.ops import TritonOps
+
+    OPS.append(pytest.param(TritonOps(), torch.bfloat16, id="triton-bfloat16"))  # its interpreter is slow
 Operation = DeltaOperation | ConvolutionOperation
 
 
@@ -72,9 +81,8 @@ def decoded(operation: Operation, inputs: Sequence[Tensor], pool: Tensor, slot: 
     return torch.cat(results)
 
 
-@pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("ops", OPS)
+@pytest.mark.parametrize(("ops", "dtype"), OPS)
 def test_chunks_and_batches_give_the_bits_of_decoding(ops: TorchOps, kind: type[Operation], dtype: torch.dtype) -> None:
     operation = kind(ops)
     first, second = (operation.inputs(LENGTH, dtype, seed) for seed in (20, 40))
@@ -95,10 +103,9 @@ def test_chunks_and_batches_give_the_bits_of_decoding(ops: TorchOps, kind: type[
     assert torch.equal(pool, alone)
 
 
-@pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("accepted", [0, 1, 3])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("ops", OPS)
+@pytest.mark.parametrize(("ops", "dtype"), OPS)
 def test_a_step_leaves_the_state_behind_the_accepted_drafts(
     ops: TorchOps, kind: type[Operation], accepted: int, dtype: torch.dtype
 ) -> None:
