@@ -96,7 +96,7 @@ ANSWERS: dict[str, str] = {
         "enable-prompt-tokens-details enable-cache-report enable-per-request-metrics enable-force-include-usage "
         "per-request-spec-decode-metrics"
     ),
-    "not needed: requests start by age and fair shares of the tenants, and may be preempted": (
+    "not needed: requests start by priority, age and fair shares of the tenants, and may be preempted": (
         "schedule-* scheduling-policy *-priority-* priority-*"
     ),
     "not needed: the HTTP server runs in processes of its own; see --server-num-ingress-replicas": (

@@ -39,6 +39,7 @@ class EngineRequest:
     cache_salt: str = ""  # tenants with different salts share no cached prefix
     tenant: str = ""  # the client that is charged for it, by the operator's name for its API key
     timeout_s: float = inf  # aborted after this time from its arrival, running or not
+    priority: int = 0  # of its tenant's waiting requests, those with the lowest start first
     draft_limit: DraftLimit = UNLIMITED  # (0, 0): plain decoding; the text is the same
     is_probe: bool = False  # sent by the server to check token generation; not counted in metrics
     is_audit: bool = False  # compares a finished request's text (see `audit`); shares no cached prefix

@@ -64,6 +64,8 @@ class RequestSubmitter:
         speculation = self._model.speculation
         limit, drafter = speculation.draft_limit(body.speculative), speculation.drafter(body.speculative)
         requests = engine_requests(metadata.request_id, prompts, tenant, body.cache_salt or "", limit, drafter)
+        if body.queue_priority:
+            requests = [replace(request, priority=body.queue_priority) for request in requests]
         if body.traces_drafts:
             requests = [traced(requests, bool(body.stream) and isinstance(reply, OpenAIReply))]
         if (trace := CURRENT_TRACE.get()) is not None:

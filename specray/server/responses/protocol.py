@@ -11,7 +11,7 @@ from specray.sampling_params import AllowedTokenIds, MaxTokens, MinTokens, NumLo
 from specray.server.chat.protocol import ChatRequest, ReasoningEffort
 from specray.server.responses.items import AnyItem, HostedItem, Input, MessageItem, chat_messages
 from specray.server.responses.tools import FunctionChoice, ResponseTools, ToolSet
-from specray.server.schemas.body import Body, ModelName, RequestName, RequestOptions, Sampling
+from specray.server.schemas.body import Body, ModelName, Priority, RequestName, RequestOptions, Sampling, ServiceTier
 from specray.server.schemas.parts import BodyPart, check_number_of_parts
 from specray.server.schemas.request_fields import GENERATION, REFUSED, FieldRefusal, Refusals
 
@@ -143,6 +143,8 @@ class ResponsesRequest(InputTokensRequest):
     n: Literal[1] | None = None
     seed: Seed | None = None
     rid: RequestName | None = None
+    priority: Priority | None = None
+    service_tier: ServiceTier | None = None
     max_output_tokens: MaxTokens | None = None
     min_tokens: MinTokens | None = None
     include_stop_str_in_output: bool | None = None
@@ -161,6 +163,8 @@ class ResponsesRequest(InputTokensRequest):
         return super()._chat_fields() | {
             "seed": self.seed,
             "rid": self.rid,
+            "priority": self.priority,
+            "service_tier": self.service_tier,
             "max_completion_tokens": self.max_output_tokens,
             "min_tokens": self.min_tokens,
             "include_stop_str_in_output": self.include_stop_str_in_output,

@@ -11,6 +11,7 @@ from specray.server.errors import ApiError
 from specray.server.replies import Framing, ReplyMetadata, empty_choices, finite, named_event, usage
 from specray.server.responses.output import OutputItems
 from specray.server.responses.protocol import ResponsesRequest
+from specray.server.schemas.body import PRIORITY_OF_TIER
 from specray.server.tokenization import TokenTexts
 
 Json = dict[str, Any]
@@ -138,7 +139,7 @@ class ResponsesReply:
             "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
             "background": False,
             "safety_identifier": None,
-            "service_tier": "default",
+            "service_tier": body.service_tier if body.service_tier in PRIORITY_OF_TIER else "default",
             "store": self._keep is not None,
             "temperature": self._params.temperature,
             "text": {"format": {"type": "text"}} | (body.text.model_dump(exclude_none=True) if body.text else {}),

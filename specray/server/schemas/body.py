@@ -125,6 +125,9 @@ BadWords = Annotated[list[StopString], Field(max_length=MAX_BANNED_SEQUENCES // 
 CacheSalt = Annotated[str, Field(max_length=256)]
 Timeout = Annotated[float, Field(gt=0.0, le=86_400.0, allow_inf_nan=False)]
 RequestName = Annotated[str, Field(min_length=1, max_length=256)]  # by which /abort_request finds a request
+Priority = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
+ServiceTier = Annotated[str, Field(max_length=64)]
+PRIORITY_OF_TIER = {"priority": -1, "flex": 1}
 PromptLimit = Annotated[int, Field(ge=WHOLE_CONTEXT, le=10_000_000)]
 
 
@@ -200,6 +203,11 @@ class RequestOptions(Body):
     speculative: Speculation | None = None
 
     @property
+    def queue_priority(self) -> int:
+        """See `EngineRequest.priority`."""
+        return 0
+
+    @property
     def traces_drafts(self) -> bool:
         return bool(self.speculative and self.speculative.trace)
 
@@ -250,6 +258,8 @@ class OpenAIRequest(Sampling, GrammarFields, RequestOptions):
     return_tokens_as_token_ids: bool | None = None
     prediction: PredictionContent | None = None
     rid: RequestName | None = None
+    priority: Priority | None = None
+    service_tier: ServiceTier | None = None
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> Self:
@@ -289,6 +299,11 @@ class OpenAIRequest(Sampling, GrammarFields, RequestOptions):
             self.prompt_logprobs is not None,
             bool(self.return_spec_tokens_details),
         )
+
+    @property
+    def queue_priority(self) -> int:
+        """vLLM's `priority`, else that of OpenAI's tier. Clients send tiers that they know; others have no effect."""
+        return PRIORITY_OF_TIER.get(self.service_tier or "", 0) if self.priority is None else self.priority
 
     def _sampling(self, max_tokens: int | None, logprobs: int | None, **own: object) -> SamplingParams:
         return self._params(

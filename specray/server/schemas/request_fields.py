@@ -109,7 +109,7 @@ HARMLESS: Mapping[str, str] = {
         ("prompt_cache_retention", "prompt_cache_options", "cache_control"),
         "cached prefixes stay until their memory is needed",
     ),
-    "priority": "requests start in the order of their clients' shares",
+    "priority": "requests start in the order of their age; `/v1` has vLLM's priorities",
     **dict.fromkeys(("request_id", "rid"), "the server makes its own IDs"),
     **dict.fromkeys(("session_id", "conversation_id", "routing_key"), "`prompt_cache_key` chooses the engine"),
     **dict.fromkeys(("data_parallel_rank", "routed_dp_rank"), "the ingress chooses the engine"),

@@ -24,10 +24,10 @@ STEP_S = 0.02  # a step of SmolLM2-135M on two cores
 LIGHT = [f"light{index}" for index in range(8)]
 
 
-def request(tenant: str, prompt: int = 1, output: int = 1) -> Request:
+def request(tenant: str, prompt: int = 1, output: int = 1, priority: int = 0) -> Request:
     number = next(ARRIVALS)
     params = SamplingParams(seed=1, max_tokens=output)
-    spec = EngineRequest(f"r{number}", [0] * prompt, params, tenant=tenant)
+    spec = EngineRequest(f"r{number}", [0] * prompt, params, tenant=tenant, priority=priority)
     return Request(spec, prompt + output, float(number), [0] * prompt, prompt)
 
 
@@ -41,9 +41,14 @@ class QueueMachine(RuleBasedStateMachine):
         self.returned: list[Request] = []
         self.started: list[Request] = []
 
-    @rule(tenant=st.sampled_from("abc"), prompt=st.integers(1, 50), output=st.integers(1, 50))
-    def append(self, tenant: str, prompt: int, output: int) -> None:
-        self.waiting.append(request(tenant, prompt, output))
+    @rule(
+        tenant=st.sampled_from("abc"),
+        prompt=st.integers(1, 50),
+        output=st.integers(1, 50),
+        priority=st.sampled_from([0, 0, -1, 2]),
+    )
+    def append(self, tenant: str, prompt: int, output: int, priority: int) -> None:
+        self.waiting.append(request(tenant, prompt, output, priority))
         self.queue.append(self.waiting[-1])
 
     @precondition(lambda self: self.waiting or self.returned)
@@ -54,7 +59,8 @@ class QueueMachine(RuleBasedStateMachine):
             assert first is self.returned.pop(0)
         else:
             own = [r for r in self.waiting if r.spec.tenant == first.spec.tenant]
-            assert first is own[0], "first come, first served within a tenant"
+            in_turn = min(own, key=lambda r: r.spec.priority)  # the oldest of them
+            assert first in (in_turn, self.waiting[0]), "by priority and age, or the oldest of all"
             self.waiting.remove(first)
         self.started.append(first)
 
@@ -83,6 +89,8 @@ class QueueMachine(RuleBasedStateMachine):
         assert len(self.queue) == len(self.waiting) + len(self.returned)
         assert bool(self.queue) is bool(self.waiting or self.returned)
         assert Counter(self.queue) == Counter(self.waiting + self.returned)
+        by_tenant = Counter(request.spec.tenant for request in self.waiting)
+        assert all(self.queue.num_waiting_of(tenant) == by_tenant[tenant] for tenant in "abc")
         assert list(self.queue)[: len(self.returned)] == self.returned
 
 
@@ -272,7 +280,42 @@ def test_state_of_inactive_tenants_is_dropped() -> None:
         queue.popleft()
         queue.popleft()
     assert len(queue._served) < 20
-    assert len(queue._queues) < 20
+    assert len(queue._lines) < 20
+    assert len(queue._num_of) < 20
+
+
+def test_a_priority_orders_the_requests_of_a_tenant() -> None:
+    queue = FairQueue()
+    for priority in (0, 3, -5, 0, -5, 3):
+        queue.append(request("a", priority=priority))
+    order = [queue.popleft() for _ in range(6)]
+    assert [each.spec.priority for each in order] == [-5, -5, 0, 0, 3, 3]
+    assert [each.arrival for each in order[::2]] < [each.arrival for each in order[1::2]]
+
+
+def test_a_priority_gains_a_tenant_nothing_against_others() -> None:
+    """Both have a request waiting at all times; one says that all of its are urgent."""
+    queue, served = FairQueue(), Counter[str]()
+    for tenant, priority in (("calm", 0), ("urgent", -100)):
+        queue.append(request(tenant, 100, 1, priority))
+    for _ in range(200):
+        started = queue.popleft()
+        served[started.spec.tenant] += 1
+        queue.append(request(started.spec.tenant, 100, 1, started.spec.priority))
+    assert abs(served["calm"] - served["urgent"]) <= 2
+
+
+def test_a_low_priority_starts_although_urgent_requests_never_end() -> None:
+    """Within the bound that the module promises."""
+    queue, num_tokens = FairQueue(), 0
+    patient = request("a", 100, 50, priority=9)
+    queue.append(patient)
+    queue.append(request("a", 100, 50, priority=-1))
+    while (started := queue.popleft()) is not patient:
+        num_tokens += 150
+        queue.charge(started, 50)
+        queue.append(request("a", 100, 50, priority=-1))
+    assert 0 < num_tokens <= AGE_SHARE * 150
 
 
 @pytest.mark.parametrize("num_blocks", [60, 14])
@@ -282,12 +325,14 @@ def test_tenants_change_the_order_and_no_output(num_blocks: int) -> None:
     outputs = {}
     early: set[str] = set()
     for tenants in ([""], ["heavy"] * 6 + LIGHT[:2]):
+        priorities = [0] if tenants == [""] else [2, 0, -1]
         ranks = SimulatedRanks(config, Capacity(num_blocks, 3, 40, VOCAB_SIZE, [1]), _text, Random(1))
         engine = Engine(config, ranks, toy_tokenizer().backend_tokenizer)
         for index in range(24):
             params = SamplingParams(seed=index, max_tokens=16, ignore_eos=True)
             prompt = [4 + index % 3] * (4 + index % 8)
-            engine.add_request(EngineRequest(str(index), prompt, params, tenant=tenants[index % len(tenants)]))
+            tenant, priority = tenants[index % len(tenants)], priorities[index % len(priorities)]
+            engine.add_request(EngineRequest(str(index), prompt, params, tenant=tenant, priority=priority))
         tokens: dict[str, list[int]] = {str(index): [] for index in range(24)}
         ended: list[int] = []
         while engine.has_work:

@@ -11,6 +11,7 @@ from specray.server.chat.protocol import MAX_MESSAGES, ChatRequest
 from specray.server.completions.protocol import CompletionRequest
 from specray.server.errors import from_validation
 from specray.server.generate.protocol import GenerateRequest
+from specray.server.responses.protocol import ResponsesRequest
 from specray.server.schemas.prompts import MAX_PROMPTS, checked_token_ids
 
 USER = {"role": "user", "content": "hi"}
@@ -235,3 +236,22 @@ def test_best_of_must_leave_a_choice_and_cannot_be_streamed(body: dict[str, Any]
     with pytest.raises(ValidationError) as refused:
         CompletionRequest.model_validate({"prompt": "a", **body})
     assert from_validation(refused.value.errors()).param == "best_of"
+
+
+@pytest.mark.parametrize(
+    ("fields", "priority"),
+    [
+        ({}, 0),
+        ({"priority": -7}, -7),
+        ({"service_tier": "priority"}, -1),
+        ({"service_tier": "flex"}, 1),
+        ({"service_tier": "auto"}, 0),
+        ({"service_tier": "fast"}, 0),
+        ({"priority": 3, "service_tier": "priority"}, 3),
+    ],
+)
+def test_priorities_and_tiers_order_the_queue(fields: dict[str, Any], priority: int) -> None:
+    chat = {"messages": [{"role": "user", "content": "hi"}]}
+    bodies = [ChatRequest(**chat, **fields), CompletionRequest(prompt="hi", **fields)]
+    bodies.append(ResponsesRequest(input="hi", **fields).for_chat())
+    assert [body.queue_priority for body in bodies] == [priority] * 3
