@@ -13,7 +13,7 @@ from ray.serve.config import RequestRouterConfig
 from cluster.autoscaling import serve_autoscaling
 from cluster.config import AppConfig
 from cluster.engine.node_resources import check_node_resources
-from cluster.engine.placement import bundles, strategy, uses_gpus
+from cluster.engine.placement import bundles, decide_device, strategy, uses_gpus
 from cluster.engine.router import Router
 from cluster.http_port import check_http_port
 from cluster.ingress.deployment import OpenAIIngress
@@ -42,6 +42,7 @@ def build(args: AppConfig) -> Application:
     three times. So are the HTTP port, which a second Serve would silently share, and the resources of the cluster's
     nodes, for which Ray would wait without end.
     """
+    args = decide_device(args)
     check_speculative(args.speculative)
     check_tracing_packages(args.server.otlp_traces_endpoint)
     check_http_port()
@@ -62,6 +63,7 @@ def absent_models(config: AppConfig) -> list[str]:
 
 def application(args: AppConfig) -> Application:
     """The application for a configuration whose files are checked, or are on other machines."""
+    args = decide_device(args)
     check_speculative(args.speculative)
     if ignored := list(options_without_effect(args)):
         logger.warning("accepted without effect: %s", "; ".join(ignored))

@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayError
 
 from cluster import process_settings
 from cluster.config import AppConfig
 from cluster.engine.placement import (
+    PLACEMENT_TIMEOUT_S,
     Bundle,
     Placement,
+    bundles,
+    decide_device,
     draft_bundles,
     draft_resources,
     rank_resources,
@@ -44,6 +47,7 @@ class RayExecutor:
     """Implements `specray.engine.executor.Executor` with one actor per rank. Plans are sent to rank 0."""
 
     def __init__(self, config: AppConfig) -> None:
+        config = decide_device(config)
         with_gpus = uses_gpus(config)
         self._placement = Placement(config, with_gpus)
         remove_leftovers(Path(tempfile.gettempdir()))  # of routers that were killed
@@ -64,7 +68,7 @@ class RayExecutor:
                 resources = draft_resources(config, with_gpus)
                 options = [self._options(config, resources, bundle) for bundle in draft_bundles(config)]
                 self._drafter = DrafterSupervisor(_rank_config(config), self._endpoint(config), options)
-            places: list[Place] = ray.get([actor.place.remote() for actor in self._actors])
+            places = self._places(bundles(config, with_gpus))
             self.rank_nodes = tuple(place.address for place in places)
             self._watchdogs = Watchdogs(Path(self._folder.name), places, self._watchdog_options)
             max_plans = 1 if config.disable_overlap_schedule else 2
@@ -174,6 +178,17 @@ class RayExecutor:
             actor_class.options(**options[rank]).remote(_rank_config(config), rank, endpoint)
             for rank in range(config.tp_size)
         ]
+
+    def _places(self, wanted: list[Bundle]) -> list[Place]:
+        """Where the ranks run, once Ray has started all of them. EngineDeadError if it does not."""
+        calls: list[ray.ObjectRef[Place]] = [actor.place.remote() for actor in self._actors]
+        try:
+            return ray.get(calls, timeout=PLACEMENT_TIMEOUT_S)
+        except GetTimeoutError:
+            raise EngineDeadError(
+                f"Ray has not started all ranks in the bundles {wanted} within {PLACEMENT_TIMEOUT_S:g} s; `ray status` "
+                "lists what is free"
+            ) from None
 
     def _options(self, config: AppConfig, resources: Bundle, bundle: int) -> dict[str, Any]:
         """Ray's options for an actor in a bundle."""

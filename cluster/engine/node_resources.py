@@ -10,7 +10,7 @@ import psutil
 import ray
 
 from cluster.config import AppConfig
-from cluster.engine.placement import Bundle, bundles, strategy, uses_gpus
+from cluster.engine.placement import Bundle, bundles, decide_device, strategy, uses_gpus
 from specray.errors import ConfigError
 
 SLACK = 1e-4  # Ray counts in units of this size
@@ -26,7 +26,7 @@ def check_node_resources(apps: Sequence[AppConfig]) -> None:
     """ConfigError if the cluster, which does not grow, cannot have the resources of all applications together."""
     if ray.is_initialized() and not may_grow(ray.get_runtime_context().gcs_address):
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
-        refuse_impossible(apps, nodes, [uses_gpus(app) for app in apps])
+        refuse_impossible(apps, nodes, [uses_gpus(decide_device(app)) for app in apps])
 
 
 def refuse_impossible(

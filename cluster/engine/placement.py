@@ -10,6 +10,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.config import AppConfig
+from specray.config import with_values
 from specray.errors import EngineDeadError
 
 PLACEMENT_TIMEOUT_S = 60.0
@@ -60,10 +61,19 @@ def draft_resources(config: AppConfig, with_gpus: bool) -> Bundle:
     return cpus | {"GPU": share * half} if with_gpus else cpus
 
 
+def decide_device(config: AppConfig) -> AppConfig:
+    """The configuration with GPUs instead of `device: auto` if the cluster has any, and with CPUs otherwise.
+
+    It is decided once, for the bundles, the router and the ranks: a rank without a bundle's GPU would see all of them.
+    """
+    if config.device != "auto":
+        return config
+    return with_values(config, device="cuda" if ray.is_initialized() and _cluster_gpus() > 0 else "cpu")
+
+
 def uses_gpus(config: AppConfig) -> bool:
-    """Whether each rank gets a GPU. With `device: auto`, if the cluster has any."""
-    if config.device == "auto":
-        return ray.is_initialized() and _cluster_gpus() > 0
+    """Whether each rank gets a GPU."""
+    assert config.device != "auto", "see `decide_device`"
     return config.device == "cuda"
 
 

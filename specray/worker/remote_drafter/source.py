@@ -11,7 +11,7 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -76,6 +76,7 @@ class RemoteDrafts:
         self._table = table
         self._pending = ReceivedTrees(table.device)
         self._peer: _Peer | None = None
+        self._rings: dict[tuple[int, int], DeviceRing] = {}
         self._is_new = False
         self._faults: list[DraftFault] = []
         self._server = listen(endpoint.address)
@@ -163,7 +164,7 @@ class RemoteDrafts:
         channel = Channel(connection, self._epoch)
         try:
             handshake = unpack_handshake(channel.recv(HANDSHAKE_S), self._limits.num_layers)
-            parts = (connection, channel, handshake, self._limits, self._table, self._uses_ipc)
+            parts = (connection, channel, handshake, self._limits, self._table, self._device_ring)
             peer = None if handshake == NO_DRAFTER else _Peer(*parts)
         except (OSError, ValueError, RuntimeError) as error:  # a closed channel and a timeout are OSErrors
             logger.warning("refused a drafter: %s", error)
@@ -175,6 +176,18 @@ class RemoteDrafts:
         if peer is None:
             channel.close()
         return None
+
+    def _device_ring(self, tokens: int, width: int) -> DeviceRing | None:
+        """The ring in this GPU's memory for regions of [tokens, width]; None if hidden states cross the host's memory.
+
+        It lasts as long as this rank: memory that a process has opened and not let go of, because it was killed, is
+        never freed.
+        """
+        if not (self._uses_ipc and width and self._table.device.type == "cuda"):
+            return None
+        if (tokens, width) not in self._rings:
+            self._rings[tokens, width] = DeviceRing.make(tokens, width, self._limits.dtype, self._table.device)
+        return self._rings[tokens, width]
 
     @contextlib.contextmanager
     def _recorded_faults(self) -> Iterator[None]:
@@ -226,7 +239,7 @@ class _Peer:
         handshake: DrafterHandshake,
         limits: RingLimits,
         table: RequestTable,
-        uses_ipc: bool,
+        device_ring_of: Callable[[int, int], DeviceRing | None],
     ) -> None:
         self._table = table
         self._channel = channel
@@ -238,13 +251,11 @@ class _Peer:
         fd = open_file(tokens, width, limits.dtype)
         try:
             socket.send_fds(connection, [ACCEPTED], [fd])
-            device_ring = b""
-            self._ring: HiddenStateRing | DeviceRing
-            if uses_ipc and width and table.device.type == "cuda":
-                self._ring = DeviceRing.make(tokens, width, limits.dtype, table.device)
-                device_ring = self._ring.export()
-            else:
-                self._ring = HiddenStateRing(fd, tokens, width, limits.dtype, table.device)
+            shared = device_ring_of(tokens, width)
+            device_ring = b"" if shared is None else shared.export()
+            self._ring: HiddenStateRing | DeviceRing = shared or HiddenStateRing(
+                fd, tokens, width, limits.dtype, table.device
+            )
         finally:
             os.close(fd)
         sizes = table.num_slots, table.max_tokens, table.page_size, table.vocab_size
@@ -305,7 +316,8 @@ class _Peer:
 
     def close(self) -> None:
         self._channel.close()
-        self._ring.close()
+        if isinstance(self._ring, HiddenStateRing):  # a DeviceRing is the rank's
+            self._ring.close()
 
     def _receive(self, data: bytes, pending: ReceivedTrees) -> bool:
         """See `collect`."""

@@ -1,10 +1,23 @@
 """Placement of ranks: strategy, resources, and invalid options."""
 
+from types import SimpleNamespace
+
 import pytest
+import ray
 
 from cluster.cli.plan import plan_text
 from cluster.config import AppConfig
-from cluster.engine.placement import bundles, draft_bundles, draft_resources, rank_resources, strategy
+from cluster.engine import node_resources
+from cluster.engine.placement import (
+    bundles,
+    decide_device,
+    draft_bundles,
+    draft_resources,
+    rank_resources,
+    strategy,
+    uses_gpus,
+)
+from specray.errors import ConfigError
 
 SPLIT = {"tp_size": 2, "placement": {"across_nodes": True}}
 
@@ -82,3 +95,26 @@ def test_a_separate_drafter_is_not_placed_without_speculation() -> None:
 def test_invalid_placement_options_are_refused(options: dict[str, object], fix: str) -> None:
     with pytest.raises(ValueError, match=fix):
         AppConfig.model_validate(options)
+
+
+@pytest.mark.parametrize(("num_gpus", "device"), [(None, "cpu"), (0.0, "cpu"), (2.0, "cuda")])
+def test_the_device_is_decided_once_for_bundles_and_ranks(
+    num_gpus: float | None, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: num_gpus is not None)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0} | ({"GPU": num_gpus} if num_gpus else {}))
+    decided = decide_device(AppConfig(tp_size=2))
+    assert decided.device == decided.engine.device == device
+    assert uses_gpus(decided) == (device == "cuda")
+    monkeypatch.setattr(ray, "cluster_resources", dict)  # a node was lost meanwhile
+    assert decide_device(decided) is decided
+    assert decide_device(AppConfig(device="cuda")).device == "cuda"
+
+
+def test_an_engine_without_a_gpu_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": {"CPU": 64.0}}])
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address=""))
+    monkeypatch.setattr(node_resources, "may_grow", lambda _: False)
+    with pytest.raises(ConfigError, match="needs 1 GPU on one node, and there are 0; set device: cpu"):
+        node_resources.check_node_resources([AppConfig(device="cuda")])

@@ -1,6 +1,9 @@
 """The ring on a GPU that two processes share, on stand-ins for CUDA's IPC that check every call's arguments."""
 
+import contextlib
 import inspect
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +13,9 @@ from torch.multiprocessing import reductions
 
 from specray.worker.remote_drafter import device_ring
 from specray.worker.remote_drafter.device_ring import DeviceRing
+from specray.worker.remote_drafter.handshake import DraftEndpoint
 from specray.worker.remote_drafter.ring import NUM_REGIONS
+from specray.worker.remote_drafter.source import RemoteDrafts, RingLimits
 
 CPU = torch.device("cpu")
 HANDLE, REF, EVENT = b"memory", b"counter", b"event of the memory"
@@ -104,3 +109,23 @@ def test_a_closed_ring_lets_go_of_the_memory(ipc: FakeIpc) -> None:
     ring.close()
     assert ring.regions == []
     assert ipc.memory[HANDLE].shape == (NUM_REGIONS, 3, 4)
+
+
+def test_a_rank_has_one_ring_for_all_drafters_that_connect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was killed never lets go of memory that it had opened."""
+    made: list[tuple[int, int]] = []
+
+    def make(tokens: int, width: int, *_: object) -> object:
+        made.append((tokens, width))
+        return object()
+
+    monkeypatch.setattr(DeviceRing, "make", make)
+    table = SimpleNamespace(device=torch.device("cuda"))
+    endpoint = DraftEndpoint(str(tmp_path / "drafts"), epoch=1, uses_cuda_ipc=True)
+    drafts = RemoteDrafts(endpoint, RingLimits(2, 8, 64, 4, torch.float32), table)  # type: ignore[arg-type]
+    with contextlib.closing(drafts):
+        first = drafts._device_ring(64, 24)
+        assert first is not None
+        assert drafts._device_ring(64, 24) is first
+        assert drafts._device_ring(64, 0) is None  # no hidden states are read
+    assert made == [(64, 24)]
