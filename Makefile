@@ -16,6 +16,7 @@ COMPUTING := $(filter-out $(WAITING),$(foreach folder,lossless $(addprefix unit/
 	$(wildcard tests/$(folder)/test_*.py tests/$(folder)/*/test_*.py)))
 BENCH_ARGS ?=
 PEERS_ARGS ?=
+GPU_PARTS ?= check kernels speed served overlap placement
 DEMO_ARGS ?=
 CHAOS_ARGS ?=
 FUZZ_ARGS ?=
@@ -136,7 +137,7 @@ bench-peers: $(INSTALLED)  ## measure beside vLLM, llama.cpp, OpenVINO and trans
 
 # It needs specray's requirements, but not Ray. Each part saves its figures in benchmarks/results, as `make bench` does.
 gpu-report:  ## check the kernels on this machine's GPU and measure decode steps, with PYTHON's packages: minutes
-	for part in check kernels speed overlap placement; do $(PYTHON) -m benchmarks.gpu $$part || exit; done
+	for part in $(GPU_PARTS); do $(PYTHON) -m benchmarks.gpu $$part || exit; done
 
 heads: $(INSTALLED)  ## make the package's draft heads again: many hours on two cores; resumes
 	$(BIN)/specray train eagle3 $(HEADS_ANSWERS) $(HEADS_TRAINING) --draft-vocab-size 16384 --weights int8 --run $(HEADS_DIR)/eagle3

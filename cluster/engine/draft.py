@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster.engine.rendezvous import open_store, use_interface
-from cluster.liveness.actors import Place
+from cluster.liveness.actors import Place, see_own_gpus
 from cluster.process_settings import (
     frozen_garbage_collection,
     lower_priority_from_environment,
@@ -27,6 +27,7 @@ class DraftActor:
     def __init__(self, config: EngineConfig, heartbeat_path: str | None, rank: int = 0) -> None:
         """Start beating in `heartbeat_path`, on rank 0, and loading what the drafter needs of the target."""
         set_log_level_from_environment()
+        see_own_gpus()
         self._heartbeat = None
         if heartbeat_path is not None:
             self._heartbeat = HeartbeatFile(Path(heartbeat_path))

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster.engine.rendezvous import open_store, use_interface
-from cluster.liveness.actors import Place
+from cluster.liveness.actors import Place, see_own_gpus
 from cluster.liveness.watchdog import watch_router
 from cluster.process_settings import (
     frozen_garbage_collection,
@@ -30,6 +30,7 @@ class TargetActor:
 
     def __init__(self, config: EngineConfig, rank: int, endpoint: DraftEndpoint | None) -> None:
         set_log_level_from_environment()
+        see_own_gpus()
         self._config = config
         self._rank = rank
         self._endpoint = endpoint  # where remote drafters connect; None without remote drafters

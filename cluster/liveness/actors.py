@@ -30,6 +30,16 @@ class Place(NamedTuple):
         return cls(ray.get_runtime_context().get_node_id(), address, os.getpid())
 
 
+def see_own_gpus() -> None:
+    """Let this actor see the GPUs that Ray gave it and no others; call it before torch is imported.
+
+    Ray does this itself, unless RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is set or the actor reserves none. Every
+    rank would then take the first GPU of its node.
+    """
+    if ray.is_initialized():  # not in tests that call an actor's class
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, ray.get_gpu_ids()))
+
+
 def start_error(what: str, error: RayError) -> SpecRayError:
     """The error to raise when `what` fails to start: the actor's own ConfigError, or else an EngineDeadError."""
     if not isinstance(error, RayTaskError):

@@ -125,7 +125,7 @@ def test_the_llama_config_fits_its_target(tmp_path: Path) -> None:
     config = HeadConfig.read(tmp_path)
     config.check_target(tmp_path, shape_of(target))
     assert config.aux_hidden_state_layers(tmp_path, 32) == (2, 16, 29)
-    assert configured_shape(speculative, "LlamaForCausalLM") == TreeShape(num_steps=5, topk=8, num_draft_tokens=32)
+    assert configured_shape(speculative, "LlamaForCausalLM") == TreeShape(num_steps=7, topk=1, num_draft_tokens=8)
 
 
 def test_the_mimo_config_fits_its_target() -> None:

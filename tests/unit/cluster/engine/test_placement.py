@@ -1,5 +1,6 @@
 """Placement of ranks: strategy, resources, and invalid options."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,7 @@ from cluster.engine.placement import (
     strategy,
     uses_gpus,
 )
+from cluster.liveness.actors import see_own_gpus
 from specray.errors import ConfigError
 
 SPLIT = {"tp_size": 2, "placement": {"across_nodes": True}}
@@ -118,3 +120,15 @@ def test_an_engine_without_a_gpu_is_one_error(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(node_resources, "may_grow", lambda _: False)
     with pytest.raises(ConfigError, match="needs 1 GPU on one node, and there are 0; set device: cpu"):
         node_resources.check_node_resources([AppConfig(device="cuda")])
+
+
+@pytest.mark.parametrize(("gpu_ids", "visible"), [([1], "1"), (["GPU-1f", "GPU-2f"], "GPU-1f,GPU-2f"), ([], "")])
+def test_an_actor_sees_the_gpus_that_ray_gave_it(
+    gpu_ids: list[object], visible: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where Ray is told not to hide the others (RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES)."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "get_gpu_ids", lambda: gpu_ids)
+    see_own_gpus()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == visible
