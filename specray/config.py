@@ -565,6 +565,11 @@ class EngineConfig(Options):
                     f"{name}={kind} has kernels for {kinds[kind]} only, but device={self.device}; set {name}: {other} "
                     f"or device: {kinds[kind]}"
                 )
+        if self.quantization == "fp8" and self.dtype not in ("auto", "bfloat16"):
+            raise ConfigError(
+                f"quantization=fp8 works only with bfloat16, not dtype={self.dtype}; set dtype: bfloat16 or "
+                "quantization: null"
+            )
         return self
 
     @model_validator(mode="after")

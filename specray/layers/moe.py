@@ -15,6 +15,7 @@ from specray.layers.module import Layer
 from specray.layers.parallel import RankGroup
 from specray.ops.device_ops import ops_on
 from specray.ops.linear import is_row_wise, make_gated, make_linear
+from specray.ops.quantised_weight import Weight
 
 # float32 router logits [T, experts] -> (weights float32, experts int64), each [T, experts per token]
 Route = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -72,7 +73,7 @@ def in_best_groups(scores: Tensor, num_chosen: int, num_experts: int) -> Tensor:
 class Expert(Layer):
     """A rank's part of down(silu(gate(x)) * up(x)); gate and up [ffn / ranks, hidden], down [hidden, ffn / ranks]."""
 
-    def __init__(self, gate: Tensor, up: Tensor, down: Tensor, quantization: str | None = None) -> None:
+    def __init__(self, gate: Weight, up: Weight, down: Weight, quantization: str | None = None) -> None:
         super().__init__()
         self._gate_up = make_gated(gate, up, quantization)
         self._down = make_linear(down, quantization=quantization)

@@ -24,6 +24,7 @@ from specray.models.decoder_layer import FeedForward
 from specray.models.loading import Loader
 from specray.models.moe_models import load_experts, load_gate
 from specray.models.target_model import ModelShape
+from specray.ops.linear import take_rows
 
 _LATENT_EPS = 1e-6
 
@@ -77,18 +78,18 @@ def _attention(
     config: PretrainedConfig, shape: DeepseekShape, loader: Loader, prefix: str, kv_layer: int
 ) -> LatentAttention:
     sizes, hidden = shape.latent, shape.hidden_size
-    compress = loader.tensor(prefix + "kv_a_proj_with_mqa.weight", (sizes.pool_dim, hidden))
-    latent, turned = compress.split_with_sizes((sizes.kv_rank, sizes.rope_dim))
+    compress = loader.as_stored(prefix + "kv_a_proj_with_mqa.weight", (sizes.pool_dim, hidden))
+    order = _row_order(config, 1, sizes.kv_rank, sizes.rope_dim)
     part = loader.group.share(shape.num_heads, sizes.value_dim)
-    out = loader.tensor(prefix + "o_proj.weight", (hidden, shape.num_heads * sizes.value_dim), part, 1)
+    out = loader.as_stored(prefix + "o_proj.weight", (hidden, shape.num_heads * sizes.value_dim), part, 1)
     return LatentAttention(
         kv_layer,
         sizes,
         query=_query(config, shape, loader, prefix),
-        compress=ColumnParallelLinear(torch.cat((latent, _ordered(config, turned))), quantization=loader.quantization),
+        compress=ColumnParallelLinear(take_rows(compress, order), quantization=loader.quantization),
         latent_norm=RMSNorm(loader.tensor(prefix + "kv_a_layernorm.weight", (sizes.kv_rank,)), _LATENT_EPS),
         expand=_of_heads(loader, prefix + "kv_b_proj.weight", shape, sizes.nope_dim + sizes.value_dim, sizes.kv_rank),
-        out=RowParallelLinear(out.contiguous(), loader.group, quantization=loader.quantization),
+        out=RowParallelLinear(out, loader.group, quantization=loader.quantization),
         scale=sizes.query_dim**-0.5 * _long_context_scale(config),
     )
 
@@ -97,13 +98,13 @@ def _query(config: PretrainedConfig, shape: DeepseekShape, loader: Loader, prefi
     """Module of x [T, hidden] -> this rank's queries, through a query latent if the model has one."""
     sizes, rank = shape.latent, config.q_lora_rank
     name, width = ("q_proj", shape.hidden_size) if rank is None else ("q_b_proj", rank)
-    stored = _of_heads(loader, f"{prefix}{name}.weight", shape, sizes.query_dim, width)
-    plain, turned = stored.split_with_sizes((sizes.nope_dim, sizes.rope_dim), 1)
-    rows = torch.cat((plain, _ordered(config, turned)), 1).flatten(0, 1)
+    part = loader.group.share(shape.num_heads, sizes.query_dim)
+    stored = loader.as_stored(f"{prefix}{name}.weight", (shape.num_heads * sizes.query_dim, width), part)
+    rows = take_rows(stored, _row_order(config, shape.num_local_heads, sizes.nope_dim, sizes.rope_dim))
     project = ColumnParallelLinear(rows, quantization=loader.quantization)
     if rank is None:
         return project
-    weight = loader.tensor(prefix + "q_a_proj.weight", (rank, shape.hidden_size))
+    weight = loader.as_stored(prefix + "q_a_proj.weight", (rank, shape.hidden_size))
     compress = ColumnParallelLinear(weight, quantization=loader.quantization)
     norm = RMSNorm(loader.tensor(prefix + "q_a_layernorm.weight", (rank,)), _LATENT_EPS)
     return nn.Sequential(compress, norm, project)
@@ -113,6 +114,13 @@ def _of_heads(loader: Loader, name: str, shape: DeepseekShape, per_head: int, wi
     """The rows of this rank's heads, [heads, per_head, width]."""
     part = loader.group.share(shape.num_heads, per_head)
     return loader.tensor(name, (shape.num_heads * per_head, width), part).view(-1, per_head, width)
+
+
+def _row_order(config: PretrainedConfig, num_heads: int, num_plain: int, num_rotary: int) -> Tensor:
+    """int64: the rows of heads of `num_plain` and then `num_rotary` rows, these in half-split order."""
+    index = torch.arange(num_heads * (num_plain + num_rotary)).view(num_heads, -1, 1)
+    plain, rotary = index.split_with_sizes((num_plain, num_rotary), 1)
+    return torch.cat((plain, _ordered(config, rotary)), 1).flatten()
 
 
 def _ordered(config: PretrainedConfig, rows: Tensor) -> Tensor:

@@ -78,9 +78,14 @@ class Loader:
         """
         if (grouped := self._grouped(name, shape)) is not None:
             return grouped.rows(part) if dim == 0 else grouped.columns(*_span(part, shape[1]))
-        if (weight := self._packed(name, shape, part, dim)) is not None:
-            return weight
-        return self.tensor(name, shape, part, dim).contiguous()
+        return self.as_stored(name, shape, part, dim)
+
+    def as_stored(
+        self, name: str, shape: tuple[int, int], part: slice = slice(None), dim: int = 0
+    ) -> Tensor | QuantisedWeight:
+        """`weight` for matrices whose rows or inputs are no groups of a CPU's kernels."""
+        weight = self._packed(name, shape, part, dim)
+        return self.tensor(name, shape, part, dim).contiguous() if weight is None else weight
 
     def stored(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Tensor `name` with its stored type, on the CPU. ConfigError if it is missing or does not have `shape`."""
@@ -141,8 +146,7 @@ class Loader:
 
     def _packed(self, name: str, shape: tuple[int, int], part: slice, dim: int) -> QuantisedWeight | None:
         """`part` of a matrix that stays as it is stored; None if it does not."""
-        stays = self.quantization in (None, "auto") and self.device.type == "cpu"
-        weight = self._reader.packed(name) if stays else None
+        weight = self._reader.packed(name) if self.quantization in (None, "auto") else None
         if weight is None or weight.shape != shape:
             return None  # `tensor` reports a wrong shape
         own = weight.rows(part) if dim == 0 else weight.columns(*_span(part, shape[1]))

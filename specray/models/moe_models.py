@@ -58,8 +58,8 @@ def load_experts(
     weights = []
     for index in range(num_experts):
         gate, up, down = (f"{prefix}experts.{index}.{name}.weight" for name in names)
-        narrow = loader.tensor(down, wide[::-1], part, 1).contiguous()
-        weights.append((loader.tensor(gate, wide, part), loader.tensor(up, wide, part), narrow))
+        narrow = loader.as_stored(down, wide[::-1], part, 1)
+        weights.append((loader.as_stored(gate, wide, part), loader.as_stored(up, wide, part), narrow))
     if groups_experts(loader.moe_runner_backend, loader.quantization, loader.device):
         from specray.ops.gpu.experts import GroupedExperts
 

@@ -23,6 +23,8 @@ from specray.models.quantized_matrices import StoredMatrix
 from specray.ops.grouped_weight import GroupedWeight
 from specray.ops.quantised_weight import QuantisedWeight
 
+_SCALED = 128  # weights of an output that usually share a scale
+
 
 class WeightReader:
     """Tensors of a checkpoint folder, read on demand. Each file is memory-mapped and opened once.
@@ -68,12 +70,21 @@ class WeightReader:
             return self._stored(name)
         return matrix.part(slice(None), slice(None), torch.device("cpu"), torch.float32)
 
-    def num_weights(self) -> int:
-        """Numbers in all tensors, with quantised matrices as they are expanded. Reads headers only."""
-        matrices = (self.matrix(name) for name in self._names.parts)
-        return sum(math.prod(matrix.shape) for matrix in matrices if matrix is not None) + sum(
-            self._stored(name).numel() for name in self._names.plain
-        )
+    def num_bytes(self, itemsize: int, expands: bool) -> int:
+        """Bytes of all tensors with numbers of `itemsize` bytes. Reads headers only.
+
+        Unless one `expands` them, quantised matrices take those of their files, and scales for each output.
+        """
+        weights, kept = sum(self._stored(name).numel() for name in self._names.plain), 0
+        for name, parts in self._names.parts.items():
+            matrix = self.matrix(name)
+            assert matrix is not None
+            if expands:
+                weights += math.prod(matrix.shape)
+            else:
+                stored = [self._stored(part) for part in parts]
+                kept += sum(part.numel() * part.itemsize for part in stored) + 4 * math.prod(matrix.shape) // _SCALED
+        return weights * itemsize + kept
 
     def _stored(self, name: str) -> Tensor:
         file = self._file_of.get(name)

@@ -77,6 +77,12 @@ def concat(*weights: Weight) -> Weight:
     return torch.cat([weight if isinstance(weight, Tensor) else weight.float().to(dtype) for weight in weights])
 
 
+def take_rows(weight: Tensor | QuantisedWeight, index: Tensor) -> Tensor | QuantisedWeight:
+    """The rows `index`, int64 [n], of a weight."""
+    index = index.to(weight.device)
+    return weight[index] if isinstance(weight, Tensor) else weight.rows(index)
+
+
 def _quantised(weight: Weight, quantization: str | None) -> Weight:
     if isinstance(weight, GroupedWeight):
         return to_int4(weight.float()) if quantization == "int4" and weight.bits > 4 else weight

@@ -137,7 +137,8 @@ def demand_of(
     for drafter in filter(_has_draft_model, drafters):
         if drafter.draft_model_path is None:  # layers of the target's own checkpoint, like its others
             ranks_of_layer = ranks if is_native(model_config) else 1  # transformers' modules are whole on every rank
-            count, own_weights = _mtp_layers(folder, config.load_format, shape.num_layers, dtype)
+            expands = config.quantization not in (None, "auto") or not is_native(model_config)
+            count, own_weights = _mtp_layers(folder, config.load_format, shape.num_layers, dtype, expands)
             weights += own_weights // ranks_of_layer
             token += count * _layer_bytes(shape, dtype) * (group.size // ranks_of_layer)
             if count > 1:  # see StackDrafter, which keeps their outputs
@@ -197,16 +198,16 @@ def _draft(speculative: SpeculativeConfig, dtype: torch.dtype, ranks: int) -> tu
 
 
 def _weight_bytes(folder: Path, load_format: str, dtype: torch.dtype) -> int:
-    """Bytes of a checkpoint's weights in `dtype`, of which a quantised one's files have fewer."""
+    """Bytes of a checkpoint's weights in `dtype`, as if all were expanded."""
     with WeightReader(folder, load_format) as reader:
-        return reader.num_weights() * dtype.itemsize
+        return reader.num_bytes(dtype.itemsize, expands=True)
 
 
-def _mtp_layers(folder: Path, load_format: str, num_layers: int, dtype: torch.dtype) -> tuple[int, int]:
+def _mtp_layers(folder: Path, load_format: str, num_layers: int, dtype: torch.dtype, expands: bool) -> tuple[int, int]:
     """(number of MTP layers beside a target's `num_layers`, bytes of their weights, as if all layers had the same)."""
     with WeightReader(folder, load_format) as reader:
         _, numbers = find_layout(reader.names()) or (None, [])
-        average = reader.num_weights() * dtype.itemsize // (num_layers + len(numbers))
+        average = reader.num_bytes(dtype.itemsize, expands) // (num_layers + len(numbers))
     return len(numbers), len(numbers) * average
 
 

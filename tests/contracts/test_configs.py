@@ -197,7 +197,8 @@ def test_the_deepseek_v3_config_fits_its_target() -> None:
     assert f"{bytes_per_token / 1024:.0f} KB per token" in path.read_text()
     expert = 3 * target.hidden_size * target.moe_intermediate_size
     experts = (target.num_hidden_layers - target.first_k_dense_replace) * target.n_routed_experts * expert
-    assert experts * 2 / engine.tp_size < 84e9, "the experts alone, in bfloat16"
+    scales = 4 / 128  # bytes of a weight
+    assert 84e9 < experts * (1 + scales) / engine.tp_size < 88e9, "the experts alone, in fp8"
     assert engine.speculative.draft_model_path is None
     assert configured_shape(engine.speculative, "DeepseekV3ForCausalLM") == TreeShape(2, 1, 3)
 

@@ -25,6 +25,8 @@ from specray.ops.gpu import (
     matrix,
     matrix_kernels,
     noise_kernels,
+    quantised,
+    quantised_kernels,
     sampling,
     sampling_kernels,
     state_kernels,
@@ -114,6 +116,7 @@ def cases() -> Iterator[Case]:
             tile = {"ROWS": matrix.ROWS, "COLUMNS": columns, "INPUTS": matrix.INPUT_BYTES // size}
             yield Case(matrix_kernels.multiply_rows, {"HAS_BIAS": has_bias} | tile, dtype=dtype)
     yield from cases_of_few_rows()
+    yield from cases_of_codes()
     size = {"SIZE": 4096, "PADDED": 4096}
     for keeps in (False, True):
         yield Case(layer_kernels.join_rows, size | {"KEEPS": keeps}, num_warps=16)
@@ -132,6 +135,21 @@ def cases_of_few_rows() -> Iterator[Case]:
         kind = {"GATED": gated, "HAS_BIAS": False, "ADDS": adds}
         options = tile.num_warps, few_rows.NUM_STAGES
         yield Case(few_row_kernels.multiply_few_rows, kind | sizes | near, *options, capabilities=(90,))
+
+
+def cases_of_codes() -> Iterator[Case]:
+    """Scales as published: float32 of fp8, bytes of MXFP4, 16 bits of integers."""
+    scales = {quantised.E4M3: "*fp32", quantised.E2M1: "*u8", quantised.INT8: "*bf16", quantised.INT4: "*fp16"}
+    for code, dtype in scales.items():
+        types = {"codes": "*u8", "zeros": "*u8", "scales": dtype}
+        inputs = 32 if code == quantised.E2M1 else quantised.INPUT_BYTES // 2
+        kind = {"CODE": quantised.CODES[code].value, "HAS_ZEROS": code.zero is not None, "INPUTS": inputs}
+        sizes = {"COLUMNS": quantised.COLUMNS}
+        for rows in (quantised.FEW_ROWS, quantised.MANY_ROWS):
+            constants = kind | sizes | {"HAS_BIAS": True, "ROWS": rows}
+            yield Case(quantised_kernels.multiply_quantised, constants, quantised.num_warps(rows), types=types)
+        grouped = kind | sizes | {"SHARE": 8, "ROWS": experts.ROWS}
+        yield Case(quantised_kernels.grouped_quantised, grouped, types=types)
 
 
 def cases_of_verification() -> Iterator[Case]:

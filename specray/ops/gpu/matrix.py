@@ -53,7 +53,7 @@ class GatedUnits:
 
     def __init__(self, gate_up: Callable[[Tensor], Tensor]) -> None:
         self._gate_up = gate_up
-        self.is_row_wise = isinstance(gate_up, FixedOrderMatrix)
+        self.is_row_wise = bool(getattr(gate_up, "is_row_wise", False))
 
     def __call__(self, x: Tensor) -> Tensor:
         return gated_units(self._gate_up(x))

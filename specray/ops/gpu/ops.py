@@ -10,8 +10,9 @@ from specray.ops.gpu import kv, layers, sampling, states
 from specray.ops.gpu.attention import TritonAttention
 from specray.ops.gpu.few_rows import GpuMatrix
 from specray.ops.gpu.matrix import FixedOrderMatrix, GatedUnits
+from specray.ops.gpu.quantised import QuantisedMatrix
 from specray.ops.layer_attention import LayerAttention
-from specray.ops.quantised_weight import Weight
+from specray.ops.quantised_weight import QuantisedWeight, Weight
 from specray.ops.sampling_state import SamplingBatch
 from specray.ops.states import StateRows
 from specray.ops.states_torch import Convolution, DeltaNet
@@ -27,7 +28,9 @@ class TritonOps(TorchOps):
     records_graphs = True
 
     def linear(self, weight: Weight, bias: Tensor | None = None, in_fixed_order: bool = False) -> Linear:
-        if not isinstance(weight, Tensor):  # quantised weights run on CPUs
+        if isinstance(weight, QuantisedWeight):
+            return QuantisedMatrix(weight, bias, in_fixed_order)
+        if not isinstance(weight, Tensor):  # a GroupedWeight runs on CPUs
             return super().linear(weight, bias)
         return FixedOrderMatrix(weight, bias) if in_fixed_order else GpuMatrix(weight, bias)
 

@@ -16,8 +16,10 @@ from specray.layers.parallel import RankGroup
 from specray.models.registry import load_model
 from specray.ops.device_ops import groups_experts
 from specray.ops.gpu.experts import ROWS, GroupedExperts, expert_blocks
+from specray.ops.quantised_weight import QuantisedWeight
 from specray.spec_decode import mtp
 from tests.support.architectures import write_architecture
+from tests.support.coded import FORMATS, weight_of
 from tests.support.engine import make_llm
 from tests.support.mtp import write_deepseek
 
@@ -68,6 +70,28 @@ def test_other_tokens_do_not_change_a_result() -> None:
     whole = experts(x, shares, chosen)
     alone = torch.cat([experts(x[i : i + 1], shares[i : i + 1], chosen[i : i + 1]) for i in range(20)])
     assert torch.equal(whole, alone)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_quantised_experts_are_not_expanded(name: str) -> None:
+    hidden, ffn, x = 64, 32, torch.randn(9, 64) / 64  # whose products exp can take
+    experts = [
+        (
+            weight_of(name, ffn, hidden, 3 * index),
+            weight_of(name, ffn, hidden, 3 * index + 1),
+            weight_of(name, hidden, ffn, 3 * index + 2),
+        )
+        for index in range(4)
+    ]
+    chosen, shares = torch.rand(9, 4).topk(2).indices, torch.rand(9, 2)
+    expected = ExpertList([Expert(*(part.float() for part in expert)) for expert in experts])(x, shares, chosen)
+    grouped = GroupedExperts(experts)
+    seen = grouped(x, shares, chosen)
+    torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+    assert torch.equal(grouped(x[3:4], shares[3:4], chosen[3:4]), seen[3:4])
+    assert isinstance(grouped._gate_up, QuantisedWeight)
+    mixed = GroupedExperts([(gate.float(), up, down) for gate, up, down in experts])
+    torch.testing.assert_close(mixed(x, shares, chosen), seen, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
 def test_no_tokens_and_experts_without_tokens() -> None:

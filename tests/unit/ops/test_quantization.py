@@ -138,6 +138,12 @@ def test_a_configuration_for_the_wrong_device_is_refused(build: Callable[[], Eng
         build()
 
 
+def test_fp8_is_refused_with_a_type_that_it_does_not_multiply() -> None:
+    with pytest.raises(ValueError, match="fp8 works only with bfloat16, not dtype=float16"):
+        EngineConfig(quantization="fp8", dtype="float16")
+    assert EngineConfig(quantization="fp8", dtype="bfloat16").quantization == "fp8"
+
+
 @pytest.mark.parametrize(("outs", "ins"), [(32, 48), (33, 48), (32, 50), (7, 5)])
 def test_fp8_pads_sizes_that_the_kernel_does_not_take(outs: int, ins: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The product itself is emulated: it runs on GPUs only, and fails for sizes that are not multiples of 16."""

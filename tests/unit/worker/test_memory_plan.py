@@ -25,8 +25,9 @@ from specray.worker.remote_drafter.handshake import DraftPlacement
 from tests.support.decoders import SERVED, decoder_config, write_decoder
 from tests.support.gpt_oss import write_gpt_oss
 from tests.support.heads import write_random_head
-from tests.support.mtp import write_mimo_layers
+from tests.support.mtp import write_deepseek, write_mimo_layers
 from tests.support.published_mtp import FAMILIES, write_published
+from tests.support.quantised import METHODS, quantise_model
 
 GIB = 1 << 30
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -150,6 +151,18 @@ def test_a_quantised_draft_model_is_counted_as_it_is_expanded(toy: Path, tmp_pat
     speculative = SpeculativeConfig(algorithm="STANDALONE", draft_model_path=str(tmp_path))
     weights = demand(toy, CPU, speculative=speculative).weights
     assert weights == 2 * sum(parameter.numel() for parameter in draft.parameters())
+
+
+def test_mtp_layers_of_a_quantised_checkpoint_are_counted_as_they_are_stored(tmp_path: Path) -> None:
+    write_deepseek(tmp_path)
+    quantised = quantise_model(tmp_path, tmp_path / "quantised", METHODS["fp8 of a tensor"])
+    speculative = SpeculativeConfig(algorithm="MTP")
+    plain, kept, rounded = (
+        demand(folder, CPU, speculative=speculative, **options).weights
+        for folder, options in ((tmp_path, {}), (quantised, {}), (quantised, {"quantization": "int8"}))
+    )
+    assert plain == rounded
+    assert 0.4 * plain < kept < 0.8 * plain, "most weights take one byte instead of two"
 
 
 @pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
