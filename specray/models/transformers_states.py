@@ -72,7 +72,7 @@ class _Convolve:
             raise ConfigError(
                 f"a convolution over {width} tokens; correct linear_conv_kernel_dim or conv_L_cache in config.json"
             )
-        self.shape = StateShape((width - 1, channels), conv.weight.dtype)
+        self.shape = StateShape((width - 1, channels), conv.weight.dtype, channels)
 
     def pack(self, conv: Any) -> None:
         bias = None if conv.bias is None else conv.bias.data.float()
@@ -87,7 +87,9 @@ class _Delta:
     """The gated delta rule of a layer."""
 
     def __init__(self, layer: "GatedDeltaNet") -> None:
-        self.shape = StateShape((layer.num_v_heads, layer.k_dim, layer.v_dim), torch.float32)
+        heads, values = layer.num_v_heads, layer.num_v_heads * layer.v_dim
+        channels = 2 * layer.num_k_heads * layer.k_dim + values
+        self.shape = StateShape((heads, layer.k_dim, layer.v_dim), torch.float32, channels + 2 * heads + values)
 
     def pack(self, layer: "GatedDeltaNet") -> None:
         norm = layer.gated_norm

@@ -30,6 +30,7 @@ class StateShape(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    num_inputs: int  # values of a token that it reads
 
     @property
     def num_bytes(self) -> int:

@@ -35,7 +35,7 @@ _GRAPH_BYTES = 16 << 20  # that the driver keeps for a captured forward pass, or
 CONTEXT_BYTES = 600 << 20  # of CUDA and its libraries, in each process on the device
 logger = logging.getLogger(__name__)
 _MANY_NODES = 8  # of a tree, where num_draft_tokens is automatic
-_STATE_COPIES = 5  # of the states of one level of a step's rows, while torch computes a layer's
+_STATE_INPUTS = 4  # a layer with states holds at once so many times what its widest operation reads of a token
 _STORED_STATES = 2  # in the prefix cache, of a running request
 _MANY_LAYERS = 3  # whose hidden states an EAGLE-3 head reads
 
@@ -148,7 +148,7 @@ def demand_of(
             weights, token = weights + own_weights // ranks, token + own_token
     if device.type == "cuda":
         width = _layer_width(model_config, shape)
-        dynamic = _steps(config, shape, width, dtype) + _state_copies(config, shape)
+        dynamic = _steps(config, shape, width, dtype) + _draft_inputs(config, shape, dtype)
         if is_split or (group.leads and placement != "separate"):
             dynamic += _drafts(config, shape, width, dtype, placement == "inline")
         if placement == "colocated" and (is_split or group.leads):
@@ -234,10 +234,10 @@ def _steps(config: EngineConfig, shape: ModelShape, width: int, dtype: torch.dty
     return step.num_bytes + graph_bytes(len(captured), step._replace(num_tokens=most, num_sampled=most))
 
 
-def _state_copies(config: EngineConfig, shape: ModelShape) -> int:
-    """Bytes of the states that an operation in torch computes at once: of all rows of one level, see `gated_delta`."""
-    largest = max((state.num_bytes for state in shape.states), default=0)
-    return config.max_running_requests * _widest_level(config) * largest * _STATE_COPIES
+def _draft_inputs(config: EngineConfig, shape: ModelShape, dtype: torch.dtype) -> int:
+    """Bytes of what all operations with states read of a step's drafts, which is kept until these are verified."""
+    num_drafts = config.max_running_requests * (_most_nodes(config) - 1)
+    return num_drafts * sum(state.num_inputs for state in shape.states) * dtype.itemsize
 
 
 def _drafts(config: EngineConfig, shape: ModelShape, width: int, dtype: torch.dtype, is_inline: bool) -> int:
@@ -266,15 +266,6 @@ def _most_nodes(config: EngineConfig) -> int:
     return max((drafter.num_draft_tokens or _MANY_NODES for drafter in members), default=1)
 
 
-def _widest_level(config: EngineConfig) -> int:
-    """Most nodes of one depth in a request's tree."""
-    widest = 1
-    for drafter in config.speculative.members.values():
-        drafts = (drafter.num_draft_tokens or _MANY_NODES) - 1
-        widest = max(widest, min(drafts, (drafter.eagle_topk or drafts) ** 2))
-    return widest
-
-
 def _graph_rows(config: EngineConfig) -> int:
     return min(config.cuda_graph_max_bs or config.max_running_requests, config.max_running_requests)
 
@@ -286,7 +277,8 @@ def _layer_width(model_config: PretrainedConfig, shape: ModelShape) -> int:
     if getattr(model_config, "use_double_wide_mlp", False):
         ffn_size *= 2
     per_layer = shape.num_layers * (getattr(model_config, "hidden_size_per_layer_input", 0) or 0)
-    return 4 * shape.hidden_size + heads + 3 * ffn_size + per_layer
+    with_states = _STATE_INPUTS * max((state.num_inputs for state in shape.states), default=0)
+    return 4 * shape.hidden_size + max(heads + 3 * ffn_size, with_states) + per_layer
 
 
 def _ffn_size(model_config: PretrainedConfig) -> int:

@@ -29,7 +29,7 @@ class DeltaOperation:
         self._ops = ops
         rates, bias = -random(HEADS, seed=1).exp(), random(HEADS, seed=2)
         self.net = DeltaNet(2, HEADS, K_DIM, V_DIM, rates, bias, random(V_DIM, seed=3), 1e-6)
-        self.shape = StateShape((HEADS, K_DIM, V_DIM), torch.float32)
+        self.shape = StateShape((HEADS, K_DIM, V_DIM), torch.float32, 0)
 
     def inputs(self, length: int, dtype: torch.dtype, seed: int) -> list[Tensor]:
         sizes = (self.net.num_channels, HEADS, HEADS, HEADS * V_DIM)
@@ -44,7 +44,7 @@ class ConvolutionOperation:
     def __init__(self, ops: TorchOps) -> None:
         self._ops = ops
         self.conv = Convolution(random(WIDTH, 21, seed=1), random(21, seed=2), has_silu=True)
-        self.shape = StateShape((WIDTH - 1, 21), torch.float32)
+        self.shape = StateShape((WIDTH - 1, 21), torch.float32, 21)
 
     def inputs(self, length: int, dtype: torch.dtype, seed: int) -> list[Tensor]:
         return [random(length, 21, seed=seed).to(dtype)]

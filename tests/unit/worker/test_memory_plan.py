@@ -3,7 +3,7 @@
 import json
 import re
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,9 +18,11 @@ from specray.config import EngineConfig, SpeculativeConfig
 from specray.layers.parallel import RankGroup, SilentRank
 from specray.models.registry import load_config, shape_of
 from specray.models.transformers_skeleton import build_skeleton
+from specray.models.transformers_states import state_layers, states_of_pass
+from specray.ops.states import StatePass, StateRows
 from specray.worker import memory_plan
 from specray.worker.buckets import MAX_TOKENS, Bucket, buckets, node_buckets, row_buckets
-from specray.worker.memory_plan import CONTEXT_BYTES, Demand, count_stored_states, demand_of, pool_bytes
+from specray.worker.memory_plan import _STATE_INPUTS, CONTEXT_BYTES, Demand, count_stored_states, demand_of, pool_bytes
 from specray.worker.remote_drafter.handshake import DraftPlacement
 from tests.support.decoders import SERVED, decoder_config, write_decoder
 from tests.support.gpt_oss import write_gpt_oss
@@ -215,19 +217,42 @@ def test_a_layer_is_as_wide_as_its_matrices(name: str, tmp_path: Path) -> None:
     assert (more.dynamic - fewer.dynamic) // 2 >= max(max(tensor.shape[-2:]) for tensor in matrices)
 
 
-def test_the_states_that_a_step_computes_are_counted_on_a_gpu(tmp_path: Path) -> None:
-    """Of the rows of each request that have as many rows before them: of one node of a chain, of several of a tree."""
+def test_what_layers_with_states_keep_of_drafts_is_counted_on_a_gpu(tmp_path: Path) -> None:
     write_published("qwen3_5", tmp_path)
-    largest, rows = 4 * 8 * 12 * 4, EngineConfig().max_running_requests
-    for options, level in (
-        ({}, 1),
-        ({"algorithm": "NGRAM", "num_draft_tokens": 6}, 5),
-        ({"algorithm": "MTP", "num_steps": 3, "eagle_topk": 1, "num_draft_tokens": 4}, 1),
-        ({"algorithm": "MTP", "num_steps": 3, "eagle_topk": 2, "num_draft_tokens": 9}, 4),
-    ):
+    channels, values, rows = 2 * 2 * 8 + 4 * 12, 4 * 12, EngineConfig().max_running_requests
+    inputs = 2 * channels + 2 * 4 + values  # of the convolution and the delta net
+    shape = shape_of(load_config(tmp_path), RankGroup())
+    layers = sum(kind == "linear_attention" for kind in load_config(tmp_path).layer_types)
+    for num_drafts in (0, 5):
+        options = {"algorithm": "NGRAM", "num_draft_tokens": num_drafts + 1} if num_drafts else {}
         speculative = SpeculativeConfig.model_validate(options)
+        kept = memory_plan._draft_inputs(EngineConfig(speculative=speculative), shape, torch.bfloat16)
+        assert kept == rows * num_drafts * layers * inputs * 2
         plain, seen = (demand(tmp_path, speculative=speculative, has_states=has) for has in (False, True))
-        assert seen.dynamic - plain.dynamic == 5 * rows * level * largest
+        assert seen.dynamic > plain.dynamic + kept, "their layers are wider than the others"
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next", "lfm2"])
+def test_a_layer_with_states_holds_no_more_than_is_planned(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the kernels of a GPU, by what torch allocates and frees."""
+    monkeypatch.setenv("SPECRAY_KERNELS", "triton")
+    model = build_skeleton(decoder_config(name), torch.float32)
+    layer = state_layers(model)[0].to_empty(device="cpu")
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    layer.pack()
+    shapes, num_tokens, hidden_size = [operation.shape for operation in layer.operations], 64, model.config.hidden_size
+    pools = [torch.zeros(1, *shape.shape) for shape in shapes]
+    states = StatePass(pools, StateRows.of([0], [num_tokens], [num_tokens], [True]))
+    x = torch.randn(1, num_tokens, hidden_size)
+    token = states_of_pass.set(states)
+    with torch.inference_mode(), torch.profiler.profile(profile_memory=True) as profile:
+        layer(x)
+    states_of_pass.reset(token)
+    events = profile.profiler.kineto_results.events()
+    peak = max(accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
+    planned = 4 * hidden_size + _STATE_INPUTS * max(shape.num_inputs for shape in shapes)
+    assert planned / 3 < peak / num_tokens / 4 <= planned
 
 
 def test_stored_states_take_a_bounded_part_of_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
