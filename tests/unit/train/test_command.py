@@ -30,6 +30,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ("eagle3", ["--draft-vocab-size", "100000"], "a draft vocabulary of 100000 does not fit"),
         ("draft", ["--layers", "99"], "--layers 99 does not fit a target of 30 layers"),
         ("parallel", ["--unroll", "1"], "--unroll 1 trains no mask"),
+        ("dspark", ["--unroll", "1"], "--unroll 1 is a block of one token"),
         ("eagle3", ["--weight-decay", "0.1", "--optimizer", "adamw"], "is an option of Muon"),
         ("mtp", ["--start", "linear", "--init-head", "x"], "--start linear has no effect with --init-head"),
     ],

@@ -44,6 +44,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     [
         {"kind": "eagle3"},
         {"kind": "parallel"},
+        {"kind": "dspark", "markov_rank": 4},
         {"kind": "eagle2"},
         {"kind": "mtp"},
         {"kind": "draft", "layers": "1"},
