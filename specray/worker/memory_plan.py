@@ -20,6 +20,7 @@ from specray.errors import ConfigError
 from specray.layers.parallel import RankGroup
 from specray.models.files import resolve_draft
 from specray.models.heads.mtp_layouts import find_layout
+from specray.models.llama_shape import check_heads
 from specray.models.registry import is_native
 from specray.models.target_model import ModelShape
 from specray.models.weights import WeightReader
@@ -145,7 +146,7 @@ def demand_of(
                 token += count * shape.hidden_size * dtype.itemsize
         else:
             own_weights, own_token = _draft(drafter, dtype, ranks)
-            weights, token = weights + own_weights // ranks, token + own_token
+            weights, token = weights + own_weights, token + own_token
     if device.type == "cuda":
         width = _layer_width(model_config, shape)
         dynamic = _steps(config, shape, width, dtype) + _draft_inputs(config, shape, dtype)
@@ -187,10 +188,12 @@ def _has_draft_model(drafter: SpeculativeConfig) -> bool:
 
 
 def _draft(speculative: SpeculativeConfig, dtype: torch.dtype, ranks: int) -> tuple[int, int]:
-    """(bytes of the draft model's weights, bytes of its KV of a token on one of `ranks`)."""
+    """(bytes of the draft model's weights, bytes of its KV of a token), on one of `ranks`."""
     try:
         folder = resolve_draft(speculative, progress=False)
-        return _weight_bytes(folder, speculative.draft_load_format, dtype), _token_bytes(folder, dtype, ranks)
+        sizes = _sizes(folder)
+        ranks = ranks if _can_share(sizes, ranks) else 1  # it is whole on each
+        return _weight_bytes(folder, speculative.draft_load_format, dtype) // ranks, _token_bytes(sizes, dtype, ranks)
     # Its own process reports the error; the target serves without drafts.
     except (ConfigError, OSError, TypeError, ValueError) as error:
         logger.warning("no memory is planned for the draft model: %s", error)
@@ -211,12 +214,26 @@ def _mtp_layers(folder: Path, load_format: str, num_layers: int, dtype: torch.dt
     return len(numbers), len(numbers) * average
 
 
-def _token_bytes(folder: Path, dtype: torch.dtype, ranks: int) -> int:
-    """KV of a token on one of `ranks`, in a draft model of the usual shape; 0 if its config.json does not say."""
+def _sizes(folder: Path) -> dict[str, int]:
+    """The sizes that a draft model's config.json says."""
     draft_config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     flat = draft_config | draft_config.get("transformer_layer_config", {})  # speculators nest it
     # What the file says is not checked yet: anything may stand there.
-    sizes: dict[str, int] = {name: size for name, size in flat.items() if isinstance(size, int) and size > 0}
+    return {name: size for name, size in flat.items() if isinstance(size, int) and size > 0}
+
+
+def _can_share(sizes: dict[str, int], ranks: int) -> bool:
+    """Whether `ranks` can share a draft model's heads."""
+    heads = sizes.get("num_attention_heads", ranks)
+    try:
+        check_heads(heads, sizes.get("num_key_value_heads", heads), ranks)
+    except ConfigError:
+        return False
+    return True
+
+
+def _token_bytes(sizes: dict[str, int], dtype: torch.dtype, ranks: int) -> int:
+    """KV of a token on one of `ranks`, in a draft model of the usual shape; 0 if its config.json does not say."""
     heads, layers = sizes.get("num_attention_heads", 0), sizes.get("num_hidden_layers", 1)
     kv_heads = sizes.get("num_key_value_heads", heads)
     head_dim = sizes.get("head_dim") or (sizes.get("hidden_size", 0) // heads if heads else 0)

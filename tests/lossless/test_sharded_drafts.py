@@ -49,6 +49,14 @@ def test_trees_of_a_drafter_that_another_project_wrote_are_rank_zeros(toy: Path)
     assert [choice["token_ids"] for choice in together.choices] == [each.token_ids for each in plain]
 
 
+def test_trees_of_unlike_processors_are_rank_zeros(toy: Path, tmp_path: Path) -> None:
+    plain = generate(toy, PROMPTS, [make_sampling_params(**params) for params in PARAMS])
+    method = METHODS["EAGLE3"](toy, tmp_path)
+    [together] = run_methods(toy, 2, [method], PROMPTS, PARAMS, is_unlike=True)
+    assert [choice["token_ids"] for choice in together.choices] == [each.token_ids for each in plain]
+    assert together.accept_length > 1.0
+
+
 def _empty(folder: Path) -> Path:
     folder.mkdir()
     return folder

@@ -17,7 +17,11 @@ from specray.engine.request import EngineRequest
 from specray.models.tokenizer import load_tokenizer
 from specray.outputs import FinishReason
 from specray.sampling_params import make_sampling_params
-from specray.step import StepPlan, StepResult
+from specray.spec_decode.draft_tree import DraftTree
+from specray.spec_decode.drafter import TreeRows
+from specray.spec_decode.inline_drafts import InlineDrafts
+from specray.step import DraftLimit, StepPlan, StepResult
+from specray.worker import startup
 from specray.worker.startup import start_worker
 from specray.worker.step_loop import StepLoop
 from specray.worker.warm_up import warm_up
@@ -69,15 +73,16 @@ def run_methods(
     prompts: list[list[int]],
     params: list[dict[str, Any]],
     in_graphs: bool = False,
+    is_unlike: bool = False,
     **options: Any,
 ) -> list[RankRun]:
-    """The same with one method after the other, in the same processes."""
+    """The same with one method after the other, in the same processes. `is_unlike`: see `follow`."""
     options = {"dtype": "float32", "device": "cpu", "num_threads": 1, "max_total_tokens": 4096} | options
     configs = [EngineConfig(model=str(folder), tp_size=size, speculative=method, **options) for method in methods]
     with tempfile.TemporaryDirectory() as meeting:
         addresses = [f"file://{meeting}/ranks{number}" for number in range(len(methods))]
         runs = list(zip(configs, addresses, strict=True))
-        others = [PROCESSES.Process(target=follow, args=(runs, rank, in_graphs)) for rank in range(1, size)]
+        others = [PROCESSES.Process(target=follow, args=(runs, rank, in_graphs, is_unlike)) for rank in range(1, size)]
         for process in others:
             process.start()
         with ProcessPoolExecutor(1, mp_context=PROCESSES) as first:
@@ -144,9 +149,12 @@ def _lead(
     return RankRun(choices, rank.num_emitted / max(1, rank.num_verified))
 
 
-def follow(runs: Sequence[tuple[EngineConfig, str]], rank: int, in_graphs: bool) -> None:
-    """Run another rank until it is killed."""
+def follow(runs: Sequence[tuple[EngineConfig, str]], rank: int, in_graphs: bool, is_unlike: bool) -> None:
+    """Run another rank until it is killed. `is_unlike`: on another processor, where its trees differ."""
     torch.set_num_threads(1)
+    if is_unlike:
+        startup._hardware = lambda _: "another"
+        InlineDrafts.collect = _no_trees  # type: ignore[assignment, method-assign]
     with recorded_graphs() if in_graphs else nullcontext():
         for config, address in runs:
             worker = start_worker(config, rank, config.tp_size, address)
@@ -154,3 +162,7 @@ def follow(runs: Sequence[tuple[EngineConfig, str]], rank: int, in_graphs: bool)
             with contextlib.suppress(RuntimeError):  # rank 0 has closed the group
                 worker.run_loop()
             worker.close()
+
+
+def _no_trees(_: InlineDrafts, rows: TreeRows, limits: Sequence[DraftLimit]) -> tuple[DraftTree, list[int]]:
+    return DraftTree.roots(rows.roots), [1] * len(limits)
