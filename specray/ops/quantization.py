@@ -1,6 +1,7 @@
-"""The quantizations of linear layers: int8 and int4 on CPUs, fp8 on GPUs. Nothing else is quantised.
+"""The quantizations of linear layers that an option asks for: int8 and int4 on CPUs, fp8 on GPUs.
 
-`auto` keeps the blocks of a quantised GGUF file and rounds nothing else.
+`auto` keeps the blocks of a quantised GGUF file and rounds nothing else. What a checkpoint has quantised needs none of
+them: `quantised_weight`.
 
 Weights of int8 and int4 have a scale for each group of 32 inputs (`grouped_weight`). The kernels round activations to 8
 bits in groups of 32 as well, and sum the products of a group as integers. Weights of fp8 have a scale for each output
