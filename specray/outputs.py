@@ -17,6 +17,11 @@ class FinishReason(StrEnum):
     ABORT = "abort"
     ERROR = "error"
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether the output is all that the request asked for."""
+        return self in (FinishReason.STOP, FinishReason.LENGTH)
+
 
 class TokenLogprob(NamedTuple):
     """Log probability of a generated or prompt token under the target's unprocessed logits."""

@@ -19,7 +19,6 @@ from specray.outputs import FinishReason, RequestOutput
 from specray.step import DraftLimit
 
 MAX_PENDING = 16  # finished requests that wait for an audit; further ones are not sampled
-COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)
 
 logger = logging.getLogger(__name__)
 
@@ -82,8 +81,9 @@ class Auditor:
 
     def sample(self, request: Request, drafter: str) -> None:
         """Perhaps audit a request that has ended: one with a whole text that drafts may not change."""
-        spec, is_whole = request.spec, request.finish_reason in COMPLETE and not request.is_lossy
-        if spec.is_probe or not is_whole or not any(drafts for drafts, _ in request.verified):
+        assert request.finish_reason is not None
+        is_comparable = request.finish_reason.is_complete and not request.is_lossy and not request.spec.is_probe
+        if not is_comparable or not any(drafts for drafts, _ in request.verified):
             return
         if len(self._pending) < MAX_PENDING and self._random.random() < self._share:
             name = drafter if request.drafter is None else request.drafter.name
@@ -113,14 +113,15 @@ class Auditor:
     def _compare(self, audit: Audit, output: RequestOutput) -> None:
         audit.token_ids += output.token_ids
         known, ended = audit.expected[: len(audit.token_ids)], output.finish_reason
-        is_shorter = ended in COMPLETE and len(audit.token_ids) < len(audit.expected)
+        is_complete = ended is not None and ended.is_complete
+        is_shorter = is_complete and len(audit.token_ids) < len(audit.expected)
         if not audit.is_over and (audit.token_ids != known or is_shorter):
             audit.is_over = True
             self._report(audit)
         if ended is None:
             return
         self.running = None
-        if ended in COMPLETE or audit.is_over:
+        if is_complete or audit.is_over:
             self._stats.add("specray_audit_requests_total")
         elif ended is FinishReason.ABORT:  # it made way
             self._pending.appendleft(audit)

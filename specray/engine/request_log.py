@@ -24,7 +24,6 @@ from specray.outputs import FinishReason
 from specray.sampling_params import SamplingParams
 
 EVERY_TENANT = "*"
-COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)
 MAX_ENGINES = 1024  # that write to one folder
 MAX_UNWRITTEN = 1024  # requests; those that finish while a slow disk keeps so many waiting are not logged
 TEXTS = {"prompt_token_ids", "output_token_ids", "predicted_token_ids", "cache_salt", "plain_token_ids"}
@@ -147,7 +146,8 @@ class RequestLog:
     def add(self, request: Request, drafter: str, plain_token_ids: list[int] | None = None) -> None:
         """Log a request that has ended, if its text is complete and its tenant has agreed. Never waits for the disk."""
         agreed = EVERY_TENANT in self._tenants or request.spec.tenant in self._tenants
-        if not agreed or request.spec.is_probe or request.finish_reason not in COMPLETE:
+        assert request.finish_reason is not None
+        if not agreed or request.spec.is_probe or not request.finish_reason.is_complete:
             return
         try:
             self._unwritten.put_nowait(LoggedRequest.of(request, drafter, plain_token_ids))
