@@ -19,7 +19,7 @@ from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.draft_vocabulary import DraftVocabulary
 from specray.spec_decode.drafter import TargetFiles, TargetView
 from specray.spec_decode.head_drafter import HeadDrafter
-from specray.spec_decode.tree_growth import Prediction, grow_tree
+from specray.spec_decode.tree_growth import LevelPrediction, grow_tree
 from specray.spec_decode.tree_shape import TreeShape, block_shape, check_width
 
 
@@ -74,10 +74,10 @@ class BlockDrafter(HeadDrafter):
         row = torch.arange(count, device=output.device)[:, None]
         state: Tensor | None = None
 
-        def predict(level: int, tokens: Tensor, parents: Tensor) -> Prediction:
+        def predict(level: int, tokens: Tensor, parents: Tensor) -> LevelPrediction:
             nonlocal state
             if not head.looks_at_tokens:
-                return Prediction(logits[:, level : level + 1])
+                return LevelPrediction(logits[:, level : level + 1])
             if state is not None:
                 state = state.index_select(0, (parents + len(state) // count * row).flatten())
             nodes = output[:, level : level + 1].expand(-1, tokens.shape[1], -1).reshape(-1, size)
@@ -85,6 +85,6 @@ class BlockDrafter(HeadDrafter):
             at_level = logits[:, level : level + 1]
             if bias is not None:
                 at_level = at_level + bias.view(count, -1, bias.shape[-1])
-            return Prediction(at_level, None if confidence is None else confidence.view(count, -1))
+            return LevelPrediction(at_level, None if confidence is None else confidence.view(count, -1))
 
         return grow_tree(rows.roots, shape, rows.noise(shape.num_steps), self._vocabulary, predict)

@@ -20,7 +20,7 @@ from specray.spec_decode.drafter import TargetView
 from specray.spec_decode.fused_growth import FusedDrafts
 from specray.spec_decode.head_drafter import HeadDrafter
 from specray.spec_decode.propose_context import ProposeContext
-from specray.spec_decode.tree_growth import Prediction, grow_tree
+from specray.spec_decode.tree_growth import LevelPrediction, grow_tree
 from specray.spec_decode.tree_shape import TreeShape, check_width, configured_shape
 
 
@@ -62,8 +62,8 @@ class ParallelDrafter(HeadDrafter):
         logits = head.logits(output[read.last].flatten(0, 1))
         logits = logits.view(*read.last.shape, logits.shape[1])
 
-        def predict(level: int, tokens: Tensor, parents: Tensor) -> Prediction:  # noqa: ARG001
-            return Prediction(logits[:, level : level + 1])
+        def predict(level: int, tokens: Tensor, parents: Tensor) -> LevelPrediction:  # noqa: ARG001
+            return LevelPrediction(logits[:, level : level + 1])
 
         return grow_tree(rows.roots, shape, rows.noise(shape.num_steps), self._vocabulary, predict)
 

@@ -90,7 +90,7 @@ class TreeGrower:
         eye = torch.eye(shape.topk, dtype=torch.bool, device=self._device).expand(num_rows, shape.topk, shape.topk)
         sees = eye[:, :, :0]  # which of the earlier nodes are ancestors
 
-        def predict(level: int, tokens: Tensor, parents: Tensor) -> Prediction:
+        def predict(level: int, tokens: Tensor, parents: Tensor) -> LevelPrediction:
             nonlocal output, sees
             if level:
                 states = self._model.recur(output).index_select(0, (parents + len(output) // num_rows * rows).flatten())
@@ -100,7 +100,7 @@ class TreeGrower:
                 at_nodes = at_level.repeat_interleave(shape.topk)
                 output = self._model(tokens.flatten(), states, at_nodes, attend_at(level, sees))
             logits = self._model.logits(output)
-            return Prediction(logits.view(num_rows, len(logits) // num_rows, logits.shape[1]))
+            return LevelPrediction(logits.view(num_rows, len(logits) // num_rows, logits.shape[1]))
 
         return grow_tree(roots, shape, noise, self._vocabulary, predict)
 
@@ -128,7 +128,7 @@ class TreeGrower:
         return tree._replace(num_nodes=tree.num_nodes * torch.stack(are_finite, 1).all(-1))
 
 
-class Prediction(NamedTuple):
+class LevelPrediction(NamedTuple):
     """What follows the nodes of a level: each its own tokens, or all of a tree the same, which have one row."""
 
     logits: Tensor  # [B, nodes or 1, columns]
@@ -137,7 +137,7 @@ class Prediction(NamedTuple):
 
 # (level, tokens int64 [B, nodes], the places of their parents in the level before, int64 [B, nodes]) -> what follows
 # them. Level 0 has the roots, as their own parents.
-Predict = Callable[[int, Tensor, Tensor], Prediction]
+Predict = Callable[[int, Tensor, Tensor], LevelPrediction]
 
 
 def grow_tree(
