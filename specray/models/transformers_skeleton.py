@@ -287,6 +287,12 @@ def _attention_layers(config: Any, model: Any) -> list[int]:
     return [layer for layer in range(config.num_hidden_layers) if layer not in others]
 
 
+def _has_window(config: Any) -> bool:
+    """Whether a configuration without types of layers has a sliding window that is shorter than the context."""
+    window = getattr(config, "sliding_window", None)
+    return bool(window) and window < config.max_position_embeddings and hasattr(type(config), "sliding_window")
+
+
 def _check_calls(config: Any, layers: list[int], calls: list[AttentionCall]) -> None:
     kind = config.model_type
     if len(calls) != len(layers):
@@ -299,7 +305,7 @@ def _check_calls(config: Any, layers: list[int], calls: list[AttentionCall]) -> 
             f"no layer of model_type={kind} attends to earlier tokens: all keep a state for each request instead of "
             "keys and values; served are models with both: choose another"
         )
-    types = getattr(config, "layer_types", None) or []
+    types = getattr(config, "layer_types", None) or ["sliding_attention"] * len(calls) * _has_window(config)
     silent = [
         layer
         for layer, call in zip(layers, calls, strict=True)
