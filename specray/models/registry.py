@@ -106,6 +106,7 @@ def _transformers_config(folder: Path) -> PretrainedConfig:
         config.dtype = config.dtype or whole.dtype
         config.tie_word_embeddings = whole.tie_word_embeddings
         config.multimodal_config = whole
+    config.allow_global_per_layer_attribute_access = True  # layers' own values are read by transformers' modules alone
     check_keys(folder / "config.json", config, honoured={*dir(type(config)), *type(config).attribute_map})
     config.is_native = False
     _check_numbers(folder, config, _COMMON_SIZES, ())

@@ -87,6 +87,15 @@ _DELTA: dict[str, Any] = {
 _CONVOLUTION: dict[str, Any] = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
 
 _INDEX: dict[str, Any] = {"index_topk": CONTEXT, "index_n_heads": 2, "index_head_dim": 8}
+_SMALLER_HEADS = {
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "head_dim": 10,
+    "qk_nope_head_dim": 6,
+    "v_head_dim": 6,
+}
 _VISION: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -232,6 +241,19 @@ SERVED: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v32": ("DeepseekV32Config", _SIGMOID | _LATENT | _INDEX),
     "glm_moe_dsa": ("GlmMoeDsaConfig", _SIGMOID | _LATENT | _INDEX | {"indexer_types": ["full", "shared"]}),
     "axk2": ("AXK2Config", _SIGMOID | _LATENT | _INDEX),
+    "dots3_note": (  # layers in a window have heads of their own
+        "Dots3NoteTextConfig",
+        _SIGMOID
+        | _LATENT
+        | _INDEX
+        | {
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "indexed_attention", "sliding_attention"],
+            "sliding_window": 16,
+            "shared_experts_intermediate_size": 24,
+            **{f"swa_{name}": size for name, size in _SMALLER_HEADS.items()},
+        },
+    ),
     "qwen3_next": ("Qwen3NextConfig", _EXPERTS | _DELTA | {"shared_expert_intermediate_size": 40}),
     "qwen3_5": ("Qwen3_5TextConfig", _DELTA),
     "qwen3_5_moe": ("Qwen3_5MoeTextConfig", _EXPERTS | _DELTA | {"shared_expert_intermediate_size": 40}),

@@ -65,7 +65,7 @@ RECIPES = (
         _SPARSE,
     ),
     Recipe(_of("MiniMaxAI", "MiniMax-M3"), "MiniMax-M3", "MiniMaxM3Sparse", "minimax_m3", "EAGLE-3", _SPARSE),
-    Recipe(_of("dots-studio", "dots3-note-prev"), "dots3-note", "Dots3Note", "dots3_note", limit="not tried"),
+    Recipe(_of("dots-studio", "dots3-note-prev"), "dots3-note", "Dots3Note", "dots3_note", limit=_SPARSE),
     Recipe(_of("Google", "gemma-4-E2B-it", "gemma-4-E4B-it"), "Gemma 4", "Gemma4", "gemma4", "MTP"),
     Recipe(_of("Google", "gemma-4-12B-it"), "Gemma 4", "Gemma4Unified", "gemma4_unified", "MTP"),
     Recipe(_of("XiaomiMiMo", "MiMo-V2.5", "MiMo-V2.5-Pro"), "MiMo-V2.5", "MiMoV2", None, limit=_NO_CLASS),
