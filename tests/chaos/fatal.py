@@ -42,10 +42,10 @@ def fatal_prompt(way: str) -> list[int]:
 
 def die_of_requests(worker: Any) -> None:
     """Change the class of a rank's worker."""
-    execute, ways = worker.execute, list(WAYS.values())
+    begin, ways = worker.begin, list(WAYS.values())
     slots: dict[int, Callable[[], None]] = {}
 
-    def execute_until_death(self: Any, plan: Any) -> Any:
+    def begin_until_death(self: Any, plan: Any) -> None:
         for slot in plan.freed_slots:
             slots.pop(slot, None)
         for new in plan.new_requests:
@@ -54,9 +54,9 @@ def die_of_requests(worker: Any) -> None:
         for row in plan.rows:
             if row.slot in slots:
                 slots[row.slot]()
-        return execute(self, plan)
+        begin(self, plan)
 
-    worker.execute = execute_until_death
+    worker.begin = begin_until_death
 
 
 def _is_fatal(token_ids: Sequence[int]) -> bool:

@@ -36,13 +36,13 @@ def _corrupt_replies(*_: object) -> None:
 def _slow_down(*_: object) -> None:
     from specray.worker.worker import Worker
 
-    execute = Worker.execute
+    begin = Worker.begin
 
-    def slowly(self: Worker, plan: Any) -> Any:
+    def slowly(self: Worker, plan: Any) -> None:
         time.sleep(SLOW_STEP_S)
-        return execute(self, plan)
+        begin(self, plan)
 
-    Worker.execute = slowly  # type: ignore[method-assign]
+    Worker.begin = slowly  # type: ignore[method-assign]
 
 
 def _noise(_: Any) -> bytes:
