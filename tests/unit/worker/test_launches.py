@@ -62,6 +62,7 @@ def launches_of(num_layers: int, folder: Path, kind: Kind = PLAIN) -> StepLaunch
     )
     with fake_launches(num_nodes=kind.tree[2] if kind.tree else 1) as counter:
         worker = start_worker(config)
+        worker.prepare()
         new = [NewRequest(slot, [5, 6, 7], 3, 0, [slot + 1], kind.options, "") for slot in (0, 2)]
         worker.execute(decode(0)._replace(new_requests=new))
         worker.propose()
