@@ -10,7 +10,7 @@ import pytest
 from specray.outputs import Generation
 from specray.sampling_params import SamplingParams
 from specray.spec_decode.draft_tree import DraftTree
-from specray.worker.remote_drafter import source
+from specray.worker.remote_drafter import received_trees, source
 from specray.worker.remote_drafter.wire import DraftReply
 from tests.support.colocated import Colocated
 from tests.support.engine import make_llm
@@ -25,7 +25,7 @@ def conversions(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often trees were converted, by function; batches without a tree are not counted."""
     counts: Counter[str] = Counter()
 
-    def count(owner: type, name: str, has_trees: Callable[..., object]) -> None:
+    def count(owner: Any, name: str, has_trees: Callable[..., object]) -> None:
         original = getattr(owner, name)
 
         def counted(*arguments: Any, **keywords: Any) -> Any:
@@ -37,7 +37,7 @@ def conversions(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     count(DraftTree, "from_lists", lambda trees, *_: trees)
     count(DraftTree, "to_lists", lambda tree: len(tree.num_nodes))
     count(DraftReply, "of", lambda _number, _seconds, tree, *_: len(tree.num_nodes))
-    count(DraftReply, "tree", lambda _reply, num_requests, *_: num_requests)
+    count(received_trees, "packed", lambda trees, _device: any(len(tree.tokens) > 1 for tree in trees))
     return counts
 
 
@@ -59,10 +59,9 @@ def test_a_remote_drafter_converts_each_tree_once(
         assert num_verified(llm.generate([[5, 6, 7], [5, 6, 8]], PARAMS)) > 10
         remote.close()
     # To lists in the drafter's process, from lists in the target's.
-    assert set(+conversions) == {"of", "to_lists", "tree", "from_lists"}
+    assert set(+conversions) == {"of", "to_lists", "packed"}
     assert conversions["of"] == conversions["to_lists"]
-    assert conversions["tree"] == conversions["from_lists"]
-    assert conversions["of"] - conversions["tree"] in (0, 1)  # nobody reads the last reply
+    assert conversions["of"] - conversions["packed"] in (0, 1)  # nobody reads the last reply
 
 
 def num_verified(generations: Sequence[Generation]) -> int:
