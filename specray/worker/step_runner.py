@@ -61,7 +61,7 @@ class StepRunner:
         self._group, self._shares_trees = group, shares_trees
         self._backend = backend
         self._table = table
-        self._drafts = drafts
+        self.drafts = drafts
         self._grammars = grammars
         self._nothing = ProposeContext(table, [])
         self._context = self._nothing
@@ -74,17 +74,17 @@ class StepRunner:
         rows = ScheduledBatch.of(self._table, plan)
         if (states := self._backend.runner.states) is not None:
             states.enter(plan.new_requests)
-        self._drafts.release(plan.freed_slots)
+        self.drafts.release(plan.freed_slots)
         self._context = self._nothing  # the last step's may name slots that were just freed
         if not rows.states:
             prepared = time.perf_counter()
             return StartedStep(plan, None, prepared - start, prepared, 0.0)
         has_grammar = any(state.sampling.options.grammar is not None for state in rows.states)
         batch = self._collect(plan, rows, has_grammar)
-        draft_seconds = self._drafts.seconds
+        draft_seconds = self.drafts.seconds
         prepared = time.perf_counter()
         wants = StepWants(
-            self._drafts.aux_hidden_state_layers if plan.runs_drafter and self._drafts.reads_context else (),
+            self.drafts.aux_hidden_state_layers if plan.runs_drafter and self.drafts.reads_context else (),
             has_grammar,
             _may_draft(plan),
         )
@@ -123,7 +123,7 @@ class StepRunner:
         if before.drafts is not None:
             slots, limits = before.batch.rows.slots, [row.draft_limit for row in plan.rows]
             tree = limited(before.drafts, [row.draft_limit for row in last.plan.rows])
-            drafted = self._drafts.take_next(tree, slots, self._table.last_tokens(slots), limits)
+            drafted = self.drafts.take_next(tree, slots, self._table.last_tokens(slots), limits)
             last = last._replace(are_drafts_taken=True)
         started = self._backend.begin_after(before, drafted, _may_draft(plan))
         return last, StartedStep(plan, started, 0.0, start, 0.0, is_early=True)
@@ -153,14 +153,14 @@ class StepRunner:
             ready = iter(results)
             results = [deferred.get(slot) or next(ready) for slot in step.slots]
         times = times._replace(verify=time.perf_counter() - waited)
-        uses, faults = self._drafts.take_uses(), self._drafts.take_faults()
-        is_absent = self._drafts.max_draft_tokens == 0
-        return StepResult(plan.step_id, results, times, faults, uses, self._drafts.take_is_new(), is_absent)
+        uses, faults = self.drafts.take_uses(), self.drafts.take_faults()
+        is_absent = self.drafts.max_draft_tokens == 0
+        return StepResult(plan.step_id, results, times, faults, uses, self.drafts.take_is_new(), is_absent)
 
     def propose(self) -> None:
         """Draft for the next step; called after `finish`."""
         context, self._context = self._context, self._nothing
-        self._drafts.submit(context)
+        self.drafts.submit(context)
 
     def _knows_drafts(self, plan: StepPlan) -> bool:
         """Whether a step can verify the drafts of the one before without the host, on all ranks."""
@@ -168,7 +168,7 @@ class StepRunner:
 
     def _drafts_nothing(self, *plans: StepPlan) -> bool:
         """Whether these steps neither verify drafts nor make any."""
-        return not self._drafts.reads_context or not any(
+        return not self.drafts.reads_context or not any(
             plan.runs_drafter or any(row.draft_limit.num_tokens for row in plan.rows) for plan in plans
         )
 
@@ -177,16 +177,16 @@ class StepRunner:
         sampling, mask = set(rows.sampling), None
         limits = [row.draft_limit if place in sampling else NO_DRAFTS for place, row in enumerate(plan.rows)]
         if self._have_known_sizes(rows, limits):
-            unsized = self._drafts.take_unsized(rows.slots, rows.roots, limits)
+            unsized = self.drafts.take_unsized(rows.slots, rows.roots, limits)
             if unsized is not None:
                 return StepBatch(rows, unsized.tree, unsized.most_nodes, None, unsized.wait_for_sizes)
-        tree, num_nodes = self._drafts.collect(rows.trees, limits)
+        tree, num_nodes = self.drafts.collect(rows.trees, limits)
         if self._grammars.slots:
             slots = [state.slot for state in rows.states]
             tree, num_nodes, mask = self._grammars.constrain(slots, rows.sampling, tree, num_nodes, limits)
         if self._shares_trees or (has_grammar and self._group.size > 1):
-            tree, num_nodes, sizes = broadcast_tree(self._group, tree, num_nodes, DraftSizes.of(self._drafts))
-            adopt_sizes(self._drafts, sizes)
+            tree, num_nodes, sizes = broadcast_tree(self._group, tree, num_nodes, DraftSizes.of(self.drafts))
+            adopt_sizes(self.drafts, sizes)
         return StepBatch(rows, tree, num_nodes, mask)
 
     def _have_known_sizes(self, rows: ScheduledBatch, limits: Sequence[DraftLimit]) -> bool:
@@ -205,19 +205,19 @@ class StepRunner:
             prompts = compute_prompt_logprobs(self._backend.runner.model, batch, computed.hidden)
         starts = [state.num_computed_tokens for state in rows.states]
         results = [self._commit_row(batch, output, row, prompts.get(row)) for row in range(len(rows.states))]
-        for row, scores in enumerate(self._drafts.scores):
+        for row, scores in enumerate(self.drafts.scores):
             if not results[row].is_deferred:
                 results[row] = results[row]._replace(draft_scores=scores)
         if any(state.traces_drafts for state in rows.states):
             results = with_traces(results, batch, output)
         context = None
-        if plan.runs_drafter and self._drafts.reads_context:
+        if plan.runs_drafter and self.drafts.reads_context:
             took_part = [not result.is_deferred for result in results]
             context = draft_context(self._table, plan, outcome, took_part, self._missed)
         # The next step has overwritten the hidden states, which a request that failed makes the drafter read again.
         if context is not None and not (are_drafts_taken and context.replay is None):
             self._context, self._missed = replace(context, are_drafts_taken=are_drafts_taken), set()
-        elif self._drafts.reads_context:
+        elif self.drafts.reads_context:
             for state, first in zip(rows.states, starts, strict=True):
                 written = self._table.host_kv_slots[state.slot, first : state.num_computed_tokens]
                 self._missed.update(written.tolist())

@@ -42,7 +42,6 @@ class Worker:
         shares_trees: bool = False,
     ) -> None:
         """`shares_trees`: the trees of all ranks are rank 0's, because their own ones may not be equal."""
-        self.drafts = drafts
         self.grammars = grammars
         self.capacity = capacity
         self._group, self._shares_trees = group, shares_trees
@@ -51,6 +50,14 @@ class Worker:
         self._steps = StepRunner(group, backend, table, drafts, grammars, shares_trees)
         self._inference = torch.inference_mode()  # kept, because making one takes longer than entering it
         self._started: deque[StartedStep] = deque()  # and not finished
+
+    @property
+    def drafts(self) -> DraftSource:
+        return self._steps.drafts
+
+    @drafts.setter
+    def drafts(self, drafts: DraftSource) -> None:
+        self._steps.drafts = drafts
 
     @property
     def model(self) -> TargetModel:
