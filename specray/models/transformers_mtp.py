@@ -96,9 +96,15 @@ class TransformersLayer:
         return decode(self._body, positions, attention, inputs_embeds=x[None])
 
 
-def _single_layer_config(config: PretrainedConfig, layer_type: str, is_dense: bool) -> PretrainedConfig:
-    """The configuration of a model that has nothing but the layer."""
-    single = deepcopy(config)
+def _single_layer_config(config: Any, layer_type: str, is_dense: bool) -> PretrainedConfig:
+    """The configuration of a model that has nothing but the layer, with what the target's layers of its type have."""
+    single: PretrainedConfig = deepcopy(config)
+    if config.is_heterogeneous:
+        single.per_layer_config = None
+        if layer_type in (types := getattr(config, "layer_types", None) or []):
+            like = config.per_layer_config[types.index(layer_type)]
+            for name in config.per_layer_attributes:
+                setattr(single, name, getattr(like, name))
     changed = {"num_hidden_layers": 1, "layer_types": [layer_type], **(_DENSE if is_dense else _SPARSE)}
     for name, value in changed.items():
         if getattr(single, name, None) is not None:

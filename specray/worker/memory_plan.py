@@ -139,7 +139,7 @@ def demand_of(
         if drafter.draft_model_path is None:  # layers of the target's own checkpoint, like its others
             ranks_of_layer = ranks if is_native(model_config) else 1  # transformers' modules are whole on every rank
             expands = config.quantization not in (None, "auto") or not is_native(model_config)
-            count, own_weights = _mtp_layers(folder, config.load_format, shape.num_layers, dtype, expands)
+            count, own_weights = _mtp_layers(folder, config.load_format, shape, dtype, expands)
             weights += own_weights // ranks_of_layer
             token += count * _layer_bytes(shape, dtype) * (group.size // ranks_of_layer)
             if count > 1:  # see StackDrafter, which keeps their outputs
@@ -206,12 +206,19 @@ def _weight_bytes(folder: Path, load_format: str, dtype: torch.dtype) -> int:
         return reader.num_bytes(dtype.itemsize, expands=True)
 
 
-def _mtp_layers(folder: Path, load_format: str, num_layers: int, dtype: torch.dtype, expands: bool) -> tuple[int, int]:
-    """(number of MTP layers beside a target's `num_layers`, bytes of their weights, as if all layers had the same)."""
+def _mtp_layers(
+    folder: Path, load_format: str, shape: ModelShape, dtype: torch.dtype, expands: bool
+) -> tuple[int, int]:
+    """(number of MTP layers in a target's checkpoint, bytes of their weights).
+
+    All layers count as if they had the same, apart from the MTP layers' own output matrices.
+    """
     with WeightReader(folder, load_format) as reader:
-        _, numbers = find_layout(reader.names()) or (None, [])
-        average = reader.num_bytes(dtype.itemsize, expands) // (num_layers + len(numbers))
-    return len(numbers), len(numbers) * average
+        layout, numbers = find_layout(reader.names()) or (None, [])
+        has_outputs = layout is not None and layout.output is not None
+        output = shape.vocab_size * shape.hidden_size * dtype.itemsize * has_outputs
+        others = max(0, reader.num_bytes(dtype.itemsize, expands) - len(numbers) * output)
+    return len(numbers), len(numbers) * (others // (shape.num_layers + len(numbers)) + output)
 
 
 def _sizes(folder: Path) -> dict[str, int]:

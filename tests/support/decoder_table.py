@@ -66,7 +66,9 @@ def decoders() -> str:
         impl = "native" if architecture in MODELS else "transformers"
         _, traits, _ = found.get(architecture, (impl, frozenset[str](), False))
         found[architecture] = impl, traits | _traits(skeleton), _has_experts(skeleton)
-    published = {str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[decoder_config(name).model_type]) for name in FAMILIES}
+    published = {
+        str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[decoder_config(name).model_type]) for name in FAMILIES.keys() & SERVED
+    }
     rows: dict[tuple[str, str], list[str]] = {}
     for architecture, (impl, traits, has_experts) in sorted(found.items(), key=lambda item: item[0].lower()):
         name = architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "*" * has_experts

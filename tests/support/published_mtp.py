@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from tests.support.architectures import spread
 from tests.support.decoders import computed_buffers, write_decoder
@@ -29,6 +29,8 @@ class Published:
     renamed: Mapping[str, str] = field(default_factory=dict)  # parts of the decoder layer in transformers
     copies: tuple[str, ...] = ()  # [vocabulary, hidden] tensors that must not be read
     num_layers: int = 1
+    output: str | None = None  # a layer's own output matrix
+    passes_normed: bool = True  # on to the next layer
 
     def at(self, name: str, number: int, first: int) -> str:
         return name.replace("#", str(first + number)).replace("*", str(number))
@@ -56,6 +58,14 @@ FAMILIES: dict[str, Published] = {
         {"post_attention_layernorm": "pre_mlp_layernorm"},
         num_layers=3,
     ),
+    "step3p7": Published(
+        "model.layers.#.",
+        tuple(f"model.layers.#.{part}" for part in ("enorm", "hnorm", "eh_proj", "transformer.shared_head.norm")),  # type: ignore[arg-type]
+        {"layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"], "num_attention_heads": 8},
+        num_layers=3,
+        output="model.layers.#.transformer.shared_head.output",
+        passes_normed=False,
+    ),
     "ernie4_5_moe": Published(
         "model.mtp_block.*.",
         tuple(f"model.{part}" for part in _ERNIE),  # type: ignore[arg-type]
@@ -73,27 +83,37 @@ class ReferenceLayer:
     """An MTP layer of a plain projection and transformers' decoder of one layer, with its eager attention."""
 
     def __init__(self, target: PreTrainedModel, family: Published) -> None:
-        config: Any = deepcopy(target.config)
+        whole = deepcopy(target.config)
+        config: Any = whole.get_text_config(decoder=True)
+        config.per_layer_config = None
         for name, value in {"num_hidden_layers": 1, **family.settings}.items():
             setattr(config, name, value)
-        self.decoder = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
-        norm, size = type(target.model.norm), config.hidden_size
-        self.embed_norm, self.state_norm = norm(size, eps=config.rms_norm_eps), norm(size, eps=config.rms_norm_eps)
+        self.decoder: Any = type(target)._from_config(whole, attn_implementation="eager").float().eval()
+        last_norm, size = target.get_decoder().norm, config.hidden_size
+        norms = [type(last_norm)(size, eps=config.rms_norm_eps) for _ in range(3)]
+        self.embed_norm, self.state_norm, self.out_norm = norms
         self.project = torch.nn.Linear(2 * size, size, bias=False)
+        self.output = target.get_output_embeddings()
+        self.passes_normed = family.passes_normed
         for name, tensor in [*self.decoder.named_parameters(), *self.decoder.named_buffers()]:
             if name not in computed_buffers(self.decoder):
                 spread(name, tensor)
-        for name, module in (("norm", self.embed_norm), ("norm", self.state_norm), ("project", self.project)):
+        for name, module in (*(("norm", norm) for norm in norms), ("project", self.project)):
             spread(name, module.weight)
         if family.parts[3] == "model.norm":
-            self.decoder.model.norm = target.model.norm
+            self.out_norm = last_norm
+        if family.output is not None:
+            self.output = torch.nn.Linear(size, config.vocab_size, bias=False)
+            spread("output", self.output.weight)
+        self.decoder.get_decoder().norm = torch.nn.Identity()
 
     @torch.no_grad()
-    def __call__(self, embeds: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """The next states [T, hidden] of [T, hidden]."""
+    def __call__(self, embeds: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the next states [T, hidden] of [T, hidden], the logits [T, vocabulary])."""
         x = self.project(torch.cat((self.embed_norm(embeds), self.state_norm(states)), -1))
-        out: torch.Tensor = self.decoder.model(inputs_embeds=x[None]).last_hidden_state[0]
-        return out
+        out = self.decoder.get_decoder()(inputs_embeds=x[None]).last_hidden_state[0]
+        normed = self.out_norm(out)
+        return normed if self.passes_normed else out, self.output(normed)
 
 
 def write_published(name: str, folder: Path) -> tuple[PreTrainedModel, list[ReferenceLayer]]:
@@ -102,7 +122,8 @@ def write_published(name: str, folder: Path) -> tuple[PreTrainedModel, list[Refe
     target = write_decoder(name, folder)
     layers = [ReferenceLayer(target, family) for _ in range(family.num_layers)]
     tensors = load_file(folder / "model.safetensors")
-    first = target.config.num_hidden_layers
+    config = target.config.get_text_config(decoder=True)
+    first = config.num_hidden_layers
     for number, layer in enumerate(layers):
         layer.decoder.save_pretrained(folder / f"mtp-{number}")
         saved = load_file(folder / f"mtp-{number}" / "model.safetensors")
@@ -110,10 +131,12 @@ def write_published(name: str, folder: Path) -> tuple[PreTrainedModel, list[Refe
             if usual.startswith("model.layers.0."):
                 part, dot, rest = usual.removeprefix("model.layers.0.").partition(".")
                 tensors[family.at(family.block, number, first) + family.renamed.get(part, part) + dot + rest] = tensor
-        modules = layer.embed_norm, layer.state_norm, layer.project, layer.decoder.model.norm
+        modules = layer.embed_norm, layer.state_norm, layer.project, layer.out_norm
         for part, module in zip(family.parts, modules, strict=True):
             tensors[f"{family.at(part, number, first)}.weight"] = module.weight.detach().clone()
         for copied in family.copies:
-            tensors[family.at(copied, number, first)] = torch.zeros(target.config.vocab_size, target.config.hidden_size)
+            tensors[family.at(copied, number, first)] = torch.zeros(config.vocab_size, config.hidden_size)
+        if family.output is not None:
+            tensors[f"{family.at(family.output, number, first)}.weight"] = layer.output.weight.detach().clone()
     save_file(tensors, folder / "model.safetensors")
     return target, layers

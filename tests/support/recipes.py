@@ -53,8 +53,8 @@ RECIPES = (
     Recipe(_of("mistralai", "Mistral-Small-4-119B-2603"), "Mistral", "Mistral3", "mistral4"),
     Recipe(_of("poolside", "Laguna-S-2.1", "Laguna-XS-2.1", "Laguna-XS.2"), "Laguna", "Laguna", "laguna"),
     Recipe(_of("meta-models", "Muse-Glimmer-30B"), "Muse", "MuseGlimmer", "muse_glimmer"),
-    Recipe(_of("stepfun-ai", "Step-3.7-Flash"), "Step", "Step3p7", "step3p7"),
-    Recipe(_of("stepfun-ai", "Step-3.5-Flash"), "Step", "Step3p5", "step3p7"),
+    Recipe(_of("stepfun-ai", "Step-3.7-Flash"), "Step", "Step3p7", "step3p7", "MTP"),
+    Recipe(_of("stepfun-ai", "Step-3.5-Flash"), "Step", "Step3p5", "step3p7", "MTP"),
     Recipe(_of("deepseek-ai", "DeepSeek-V3.2"), "DeepSeek-V3.2", "DeepseekV32", "deepseek_v32", "MTP", _SPARSE),
     Recipe(
         (*_of("zai-org", "GLM-5", "GLM-5.1", "GLM-5.2"), "mindlab-research/Macaron-V1-Coding-Venti"),

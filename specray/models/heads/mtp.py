@@ -2,12 +2,12 @@
 
 A layer reads the embedding of a token and the state before it, each normed, and is otherwise one of the target's own
 decoder layers: of a class of MODELS, or of transformers' modules. Its normed output is the next state and the input of
-the target's output matrix.
+the output matrix, which is the target's, or a layer's own.
 
 `mtp_layouts` has the names of the tensors. Copies of the target's matrices are skipped. With one layer, every draft
 step uses it; with several, step k uses layer k. The first state is the target's hidden state after its final norm, as
-in SGLang and transformers (vLLM passes MiMo's layer the state before that norm). `specray.spec_decode.mtp` grows trees
-with these layers.
+in SGLang and transformers (vLLM passes MiMo's layer the state before that norm). Step-3.5 passes all states before the
+norms, as in SGLang and vLLM. `specray.spec_decode.mtp` grows trees with these layers.
 """
 
 import re
@@ -32,7 +32,7 @@ from specray.models.heads.served import EagleHead, ServedParts
 from specray.models.loading import Loader
 from specray.models.registry import MODELS, is_native, load_config, shape_of
 from specray.models.target_matrices import TargetMatrices
-from specray.models.target_model import ModelShape
+from specray.models.target_model import BEFORE_FINAL_NORM, ModelShape
 from specray.models.weights import WeightReader
 from specray.ops.attention import Attend
 from specray.ops.cpu.attention import PagedAttend
@@ -110,6 +110,7 @@ class MtpLayer:
     def __init__(self, layout: Layout, number: int, parts: MtpParts) -> None:
         size = parts.shape.hidden_size
         self.state_first = layout.state_first
+        self.states_are_normed = layout.states_are_normed
         self._masks_first = layout.masks_first
         self.embed_norm = parts.norm(f"{layout.at(layout.embed_norm, number)}.weight", size)
         self.state_norm = parts.norm(f"{layout.at(layout.state_norm, number)}.weight", size)
@@ -120,7 +121,12 @@ class MtpLayer:
     def __call__(self, embeds: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """The next states [..., T, H] from embeddings and states; `positions` int64 [T] are those of the states."""
         x = self.project(self.joined(embeds, states, positions))
-        return self.out_norm(self.layers(x, x, positions, attend))
+        output = self.layers(x, x, positions, attend)
+        return self.out_norm(output) if self.states_are_normed else output
+
+    def normed(self, states: Tensor) -> Tensor:
+        """What the output matrix reads of the next states."""
+        return states if self.states_are_normed else self.out_norm(states)
 
     def joined(self, embeds: Tensor, states: Tensor, positions: Tensor) -> Tensor:
         """The input [..., T, 2 * H] of the projection."""
@@ -141,6 +147,11 @@ class MtpLayers:
         self.layers: list[MtpLayer] = []
         self.attention: list[LayerAttention] = []  # of each layer
         self.reason_without_graphs: str | None = None
+        self.outputs: list[Tensor] = []  # of each layer, [vocab, hidden]; none: all use the target's output matrix
+        self.aux_hidden_state_layer = shared.shape.num_layers if layout.states_are_normed else BEFORE_FINAL_NORM
+        if layout.output is not None:
+            size = shared.shape.vocab_size, shared.shape.hidden_size
+            self.outputs = [loader.tensor(f"{layout.at(layout.output, number)}.weight", size) for number in numbers]
         if is_native(config):
             self._add_native(config, loader, layout, numbers)
         else:
@@ -189,15 +200,21 @@ class MtpLayers:
 
 
 class _MtpDrafter(EagleHead):
-    """The first `count` of the layers, with the target's matrices; `token_map` as in Eagle2Head."""
+    """The first `count` of the layers, each with its output matrix; `token_map` as in Eagle2Head."""
 
     def __init__(self, layers: MtpLayers, count: int, token_map: Tensor | None = None) -> None:
         self._layers = layers.layers[:count]
         shape, shared = replace(layers.shape, num_layers=len(self._layers)), layers.shared
-        aux_hidden_state_layers = (shared.shape.num_layers,)
-        super().__init__(shape, shared, aux_hidden_state_layers, token_map, shared.embedding(), shared.head(token_map))
+        own = [shared.head(token_map, output) for output in layers.outputs[:count]]
+        self._heads = own or [shared.head(token_map)] * count
+        aux_hidden_state_layers = (layers.aux_hidden_state_layer,)
+        super().__init__(shape, shared, aux_hidden_state_layers, token_map, shared.embedding(), self._heads[0])
         self.layer_attention = layers.attention[:count]
         self.reason_without_graphs = layers.reason_without_graphs
+
+    def _logits_of(self, layer: int, states: Tensor) -> Tensor:
+        """See `logits`, from the next states [n, H] of a layer."""
+        return self._heads[layer].shard(self._layers[layer].normed(states))
 
 
 class MtpHead(_MtpDrafter):
@@ -216,12 +233,15 @@ class MtpHead(_MtpDrafter):
             self.vocab_head,
             self.draft_token_ids,
             self.vocab_size,
-            state_is_normed=True,
-            output_is_normed=True,
+            state_is_normed=layer.states_are_normed,
+            output_is_normed=layer.states_are_normed,
         )
 
     def __call__(self, token_ids: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         return self._layers[0](self._embedding(token_ids), states, positions, attend)
+
+    def logits(self, output: Tensor) -> Tensor:
+        return self._logits_of(0, output)
 
 
 class MtpStack(_MtpDrafter):
@@ -251,7 +271,7 @@ class MtpStack(_MtpDrafter):
         return output[:, :-1]
 
     def logits(self, output: Tensor) -> Tensor:
-        return super().logits(output[:, 0])
+        return self._logits_of(len(self._layers) - output.shape[1], output[:, 0])
 
 
 class _TargetParts(ServedParts):

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from specray.errors import ConfigError, first_of
+from specray.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,8 @@ class Layout:
     state_norm: str
     project: str
     out_norm: str
+    output: str | None = None  # a layer's own output matrix; None: the target's
+    states_are_normed: bool = True  # that layers pass on, by `out_norm`, and that the target does, by its final norm
     state_first: bool = False  # of the two inputs of `project`
     masks_first: bool = False  # the embedding at position 0 is replaced by zeros
     layer_type: str = "full_attention"  # where config.json has no `mtp_layer_types`
@@ -93,6 +95,16 @@ LAYOUTS: dict[str, Layout] = {
         layer_type="sliding_attention",
         renamed={"pre_mlp_layernorm": "post_attention_layernorm"},
     ),
+    "Step-3.5": Layout(
+        layer="model.layers.*",
+        embed_norm="model.layers.*.enorm",
+        state_norm="model.layers.*.hnorm",
+        project="model.layers.*.eh_proj",
+        out_norm="model.layers.*.transformer.shared_head.norm",
+        output="model.layers.*.transformer.shared_head.output",
+        states_are_normed=False,
+        layer_type="sliding_attention",
+    ),
     # Baidu's own engine also norms the output as the target's last layer's
     "ERNIE-4.5": Layout(
         layer="model.mtp_block.*",
@@ -112,9 +124,6 @@ LAYOUTS: dict[str, Layout] = {
 }
 
 
-_OWN_OUTPUT = ".transformer.shared_head.output.weight"  # of Step-3.5
-
-
 def find_layout(names: Collection[str]) -> tuple[Layout, list[int]] | None:
     """The layout of the MTP layers among a checkpoint's tensors, and the layers' numbers; None if there are none."""
     names = frozenset(names)
@@ -124,12 +133,7 @@ def find_layout(names: Collection[str]) -> tuple[Layout, list[int]] | None:
 
 
 def require_layout(folder: Path, names: Collection[str]) -> tuple[Layout, list[int]]:
-    """See `find_layout`; ConfigError if there are no MTP layers, or some with output matrices of their own."""
-    if own := [name for name in names if name.endswith(_OWN_OUTPUT)]:
-        raise ConfigError(
-            f"{folder}: MTP layers with output matrices of their own ({first_of(sorted(own))}) are not supported; "
-            "choose another speculative.algorithm"
-        )
+    """See `find_layout`; ConfigError if there are no MTP layers."""
     found = find_layout(names)
     if found is None:
         projections = sorted({layout.project for layout in LAYOUTS.values()})
