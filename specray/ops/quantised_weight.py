@@ -129,7 +129,7 @@ class QuantisedWeight:
         return torch.tensor(E2M1_VALUES, device=self.device)[nibbles.to(torch.int32)]
 
     def in_groups_of(self, size: int) -> "QuantisedWeight":
-        """The same weights with more scales: `size` divides the present one, unless there is one group."""
+        """Equal weights with more scales: `size` divides the present one, unless there is one group."""
         if size == self.group:
             return self
         index = torch.arange(-(-self.ins // size), device=self.device) * size // self.group
