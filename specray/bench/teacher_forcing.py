@@ -101,7 +101,7 @@ class Replayer:
         """Why a request cannot be replayed; None if it can."""
         if logged.is_redacted:
             return "redacted"
-        if logged.is_lossy:
+        if logged.is_lossy or logged.plain_token_ids is not None:  # by its options, or as an audit found
             return "its text depended on the drafts"
         if logged.params.grammar is not None:
             return "a grammar changed its trees"

@@ -82,7 +82,9 @@ class Auditor:
     def sample(self, request: Request, drafter: str) -> None:
         """Perhaps audit a request that has ended: one with a whole text that drafts may not change."""
         assert request.finish_reason is not None
-        is_comparable = request.finish_reason.is_complete and not request.is_lossy and not request.spec.is_probe
+        spec = request.spec
+        is_own = not spec.is_probe and not spec.emitted_token_ids  # another engine has made no part of the text
+        is_comparable = is_own and request.finish_reason.is_complete and not request.is_lossy
         if not is_comparable or not any(drafts for drafts, _ in request.verified):
             return
         if len(self._pending) < MAX_PENDING and self._random.random() < self._share:

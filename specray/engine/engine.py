@@ -114,11 +114,12 @@ class Engine:
             if result.drafter_is_new:
                 self.scheduler.forget_read()
             computed = self.scheduler.emitted(plan, result)
-            if self._selector is not None:
+            is_audit = bool(computed) and all(emitted.request.spec.is_audit for emitted in computed)
+            if self._selector is not None and not is_audit:
                 self._selector.record_step(computed, result, self._timer.seconds)
             for emitted in computed:
                 self._pending_outputs.append(self._commit(emitted))
-            if not computed or any(not emitted.request.spec.is_audit for emitted in computed):
+            if not is_audit:
                 self._record.step(result, time.perf_counter() - start)
         return self._take_outputs()
 

@@ -26,6 +26,7 @@ from specray.sampling_params import SamplingParams
 EVERY_TENANT = "*"
 MAX_ENGINES = 1024  # that write to one folder
 MAX_UNWRITTEN = 1024  # requests; those that finish while a slow disk keeps so many waiting are not logged
+_PIECE = 65_536  # bytes that are read at once to find the end of the last line
 TEXTS = {"prompt_token_ids", "output_token_ids", "predicted_token_ids", "cache_salt", "plain_token_ids"}
 # Options that contain text of the client.
 TEXT_OPTIONS = ("stop", "logit_bias", "banned_sequences", "allowed_token_ids", "grammar", "logprob_token_ids")
@@ -103,7 +104,8 @@ _PARAMS = TypeAdapter(SamplingParams)
 def read_log(path: Path) -> Iterator[LoggedRequest]:
     """The requests of a log. Raises ConfigError, which names the line, or OSError.
 
-    A last line without its end is left out: a server that was killed may have written a part of it.
+    A last line without its end is left out: a server that was killed may have written a part of it. The next one that
+    writes the file cuts it off.
     """
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
@@ -162,11 +164,15 @@ class RequestLog:
         os.close(self._lock)
 
     def _open(self) -> TextIO:
+        if self.path.exists():
+            _drop_unfinished_line(self.path)
         return open(self.path, "a", encoding="utf-8", opener=lambda path, flags: os.open(path, flags, 0o600))
 
     def _write_all(self) -> None:
         while (request := self._unwritten.get()) is not None:
             try:
+                if self._file.closed:  # an earlier attempt to begin a new file failed
+                    self._file = self._open()
                 self._write(request)
             except OSError as error:
                 self._warn(str(error))
@@ -186,6 +192,20 @@ class RequestLog:
         if not self._has_failed:
             logger.warning("requests are missing in %s: %s", self.path, reason)
         self._has_failed = True
+
+
+def _drop_unfinished_line(path: Path) -> None:
+    """A server that was killed, or had no room on the disk, may have written a part of a line."""
+    with path.open("r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end:
+            start = max(0, end - _PIECE)
+            file.seek(start)
+            if newline := file.read(end - start).rfind(b"\n") + 1:
+                end = start + newline
+                break
+            end = start
+        file.truncate(end)
 
 
 def _lock(folder: Path) -> tuple[int, Path]:

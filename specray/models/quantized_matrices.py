@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specray.errors import ConfigError
-from specray.ops.quantised_weight import E2M1_VALUES, E4M3, INT4, INT8, UNIT, QuantisedWeight
+from specray.ops.quantised_weight import E2M1_VALUES, E4M3, INT4, INT8, UNIT, QuantisedWeight, kernel_scales
 
 _WORD = 32  # bits
 
@@ -70,7 +70,7 @@ class ScaledMatrix:
         group = min(size, ins)
         if self.stored.dtype is torch.float8_e5m2 or (group < ins and group % UNIT):
             return None
-        scales = self.scales.index_select(0, torch.arange(outs) // num_rows)
+        scales = kernel_scales(self.scales).index_select(0, torch.arange(outs) // num_rows)
         codes = self.stored.view(torch.uint8)
         if self.stored.dtype is torch.int8:
             return QuantisedWeight(INT8, ins, group, codes ^ 0x80, scales)
@@ -145,7 +145,7 @@ class IntMatrix:
             return None
         stored = self._per_group(slice(None))[1].to(torch.uint8)
         zeros = None if bool(stored.eq(1 << self.layout.bits - 1).all()) else stored
-        return QuantisedWeight(code, ins, size, self._codes(), self.scales.t(), zeros)
+        return QuantisedWeight(code, ins, size, self._codes(), kernel_scales(self.scales.t()), zeros)
 
     def _codes(self) -> Tensor:
         """uint8 [outs, bytes], see QuantisedWeight."""

@@ -86,7 +86,7 @@ def _roles(body: nn.Module, layers: Sequence[nn.Module]) -> _Roles | None:
     found: dict[str, str] = {}
     children = dict(body.named_children())
     for name, child in children.items():
-        if isinstance(child, nn.Embedding):
+        if type(child) is nn.Embedding:  # a class of its own may scale what it returns
             found["embedding"] = name
         elif isinstance(child, nn.ModuleList) and list(child) == list(layers):
             found["layers"] = name

@@ -140,6 +140,13 @@ class QuantisedWeight:
 Weight = Tensor | GroupedWeight | QuantisedWeight
 
 
+def kernel_scales(scales: Tensor) -> Tensor:
+    """Scales of a checkpoint, of any type of floats, as a QuantisedWeight holds them."""
+    if scales.dtype is torch.float8_e8m0fnu:
+        return scales.view(torch.uint8)
+    return scales if scales.dtype in (torch.float32, torch.float16, torch.bfloat16) else scales.float()
+
+
 def joined(weights: Sequence[QuantisedWeight]) -> QuantisedWeight:
     """Output channels of several matrices of one code, in groups of the largest size that divides all of theirs."""
     first = weights[0]

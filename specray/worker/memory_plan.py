@@ -93,11 +93,11 @@ def count_stored_states(config: EngineConfig, shape: ModelShape, demand: Demand,
         return 0
     if config.max_mamba_cache_size is not None:
         return config.max_mamba_cache_size - config.max_running_requests
-    wanted = _STORED_STATES * config.max_running_requests
     if config.max_total_tokens is not None:
-        return wanted
-    available = pool_bytes(*_memory(device), memory_fraction(config, device.type == "cuda"), demand)
-    return min(wanted, max(0, available) // 4 // shape.state_bytes)
+        pool = config.max_total_tokens * demand.token
+    else:
+        pool = pool_bytes(*_memory(device), memory_fraction(config, device.type == "cuda"), demand)
+    return min(_STORED_STATES * config.max_running_requests, max(0, pool) // 4 // shape.state_bytes)
 
 
 def kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:

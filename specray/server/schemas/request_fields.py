@@ -109,7 +109,7 @@ HARMLESS: Mapping[str, str] = {
         ("prompt_cache_retention", "prompt_cache_options", "cache_control"),
         "cached prefixes stay until their memory is needed",
     ),
-    "priority": "requests start in the order of their age; `/v1` has vLLM's priorities",
+    "priority": "requests start in the order of their age; chat and completions have vLLM's priorities",
     **dict.fromkeys(("request_id", "rid"), "the server makes its own IDs"),
     **dict.fromkeys(("session_id", "conversation_id", "routing_key"), "`prompt_cache_key` chooses the engine"),
     **dict.fromkeys(("data_parallel_rank", "routed_dp_rank"), "the ingress chooses the engine"),
@@ -117,7 +117,7 @@ HARMLESS: Mapping[str, str] = {
     "spaces_between_special_tokens": "fast tokenizers have no such option",
     "guided_decoding_backend": "the grammar is the same with any",
     **dict.fromkeys(("log_metrics", "custom_labels"), "all requests are counted, by client"),
-    **dict.fromkeys(("no_logs", "diagnostics"), "requests are not logged"),
+    **dict.fromkeys(("no_logs", "diagnostics"), "the operator chooses the tenants whose requests are logged"),
     **dict.fromkeys(("stream_interval", "stream_reasoning", "include_obfuscation"), "it only divides a stream"),
     **dict.fromkeys(
         ("return_cached_tokens_details", "return_spec_tokens_details"), "usage always has what the server knows"

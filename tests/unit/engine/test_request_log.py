@@ -1,6 +1,7 @@
 """The request log: what a line has, who is logged, how large it grows, and that several engines share a folder."""
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,37 @@ def test_each_engine_writes_its_own_files_and_a_new_one_continues(tmp_path: Path
     assert len(run_logged(first, request(1))) == 1
     assert len(run_logged(RequestLog(tmp_path, ["*"], 2**20, is_redacted=False), request(2))) == 2
     second.close()
+
+
+def test_a_part_of_a_line_is_cut_off_by_the_next_engine(tmp_path: Path) -> None:
+    log = RequestLog(tmp_path, ["*"], 2**20, is_redacted=False)
+    run_logged(log, request(1))
+    with log.path.open("a") as file:
+        file.write('{"request_id": "r2", "prompt_token_ids": [' + "5, " * 50_000)
+    assert [each.request_id for each in read_log(log.path)] == ["r1"]
+    found = run_logged(RequestLog(tmp_path, ["*"], 2**20, is_redacted=False), request(3))
+    assert [each.request_id for each in found] == ["r1", "r3"]
+
+
+def test_a_log_goes_on_once_its_folder_can_be_written_again(tmp_path: Path) -> None:
+    folder = tmp_path / "log"
+    log = RequestLog(folder, ["*"], 4000, is_redacted=False)
+    folder.rename(tmp_path / "moved")  # a new file cannot be begun
+    config = EngineConfig(page_size=4)
+    for seeds, is_there in ((range(10), False), (range(10, 20), True)):
+        if is_there:
+            while log._unwritten.qsize() or not log._has_failed:
+                time.sleep(0.01)
+            (tmp_path / "moved").rename(folder)
+        executor = FakeExecutor(config, 200, 5, [(4, 2), (4, 1)])
+        executor.max_lengths = {seed: len(PROMPT) + 9 for seed in seeds}
+        engine = Engine(config, executor, letters_tokenizer())
+        engine.on_finish = lambda request: log.add(request, "none")
+        for seed in seeds:
+            engine.add_request(request(seed))
+        run_to_end(engine)
+    log.close()
+    assert [each.request_id for each in read_log(log.path)][-1] == "r19"
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:

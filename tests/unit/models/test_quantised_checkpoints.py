@@ -21,6 +21,7 @@ from specray.layers.parallel import RankGroup
 from specray.models.heads.mtp import load_mtp_layers
 from specray.models.loading import Loader
 from specray.models.quantized_formats import checkpoint_format
+from specray.models.quantized_matrices import ScaledMatrix
 from specray.models.registry import load_config, load_model, resolve_dtype
 from specray.models.target_matrices import TargetMatrices
 from specray.models.weights import WeightReader
@@ -218,6 +219,18 @@ def test_a_loaded_model_takes_no_more_memory_than_its_file(name: str, tmp_path: 
     if kernels() is not None:
         assert sum(part.num_bytes for part in linears) <= 1.05 * in_file
     assert torch.equal(logits(quantised), logits(plain)), "the bits of the expanded weights in float32"
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e8m0fnu, torch.float64, torch.float16])
+def test_scales_may_be_of_any_type_of_floats(dtype: torch.dtype) -> None:
+    codes, scales = torch.randn(32, 64).to(torch.float8_e4m3fn), (2.0 ** torch.arange(-1, 1))[:, None].to(dtype)
+    stored = ScaledMatrix.of("weight", codes, scales, (16, 64))
+    packed = stored.packed()
+    assert packed is not None
+    expected = stored.part(slice(None), slice(None), torch.device("cpu"), torch.float32)
+    assert torch.equal(packed.float(), expected)
+    x = torch.randn(3, 64)
+    torch.testing.assert_close(make_linear(packed)(x), x @ expected.T)
 
 
 def test_a_damaged_matrix_is_refused(tmp_path: Path) -> None:

@@ -270,7 +270,7 @@ def test_stored_states_take_a_bounded_part_of_the_memory(tmp_path: Path, monkeyp
     assert count(100 * GIB) == 2 * EngineConfig().max_running_requests
     assert count(2 * (GIB + 40 * shape.state_bytes)) == 10, "a quarter of what running requests' states leave"
     assert count(GIB) == 0
-    assert count(GIB, max_total_tokens=4096) == 2 * EngineConfig().max_running_requests
+    assert count(GIB, max_total_tokens=40 * shape.state_bytes) == 10, "a quarter of a pool of one byte a token"
     assert count(GIB, max_mamba_cache_size=50) == 2
     assert count(100 * GIB, disable_radix_cache=True) == 0
 
