@@ -8,7 +8,7 @@ import logging
 import sys
 from dataclasses import dataclass, replace
 
-from specray.config import SpeculativeConfig
+from specray.config import MAX_TREE_NODES, SpeculativeConfig
 from specray.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ def block_shape(config: SpeculativeConfig, most_steps: int) -> TreeShape:
     if the trees would be deeper.
     """
     if config.num_steps is None and config.eagle_topk is None:
-        nodes = config.num_draft_tokens or most_steps + 1
+        nodes = config.num_draft_tokens or min(most_steps + 1, MAX_TREE_NODES)
         sizes = {"num_steps": nodes - 1, "eagle_topk": 1, "num_draft_tokens": nodes}
         config = config.model_copy(update=sizes)
     shape = configured_shape(config, architecture="")

@@ -27,7 +27,7 @@ class DraftSizes(NamedTuple):
 
 def adopt_sizes(drafts: DraftSource, sizes: DraftSizes) -> None:
     """Choose the same CUDA graphs as rank 0, which has the drafter of these sizes."""
-    if isinstance(drafts, NoDrafts):  # as on all ranks above 0
+    if isinstance(drafts, NoDrafts):  # as on ranks above 0 that do not draft
         drafts.max_draft_tokens, drafts.aux_hidden_state_layers = sizes
 
 

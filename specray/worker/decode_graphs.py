@@ -41,11 +41,16 @@ class DecodeGraphs:
         max_rows: int,
         drafter: DeviceDrafter | None,
         sampler: NodeSampler,
+        goes_on: bool = True,
     ) -> None:
-        """`drafter` is the one of `drafts`, if graphs can have its work too."""
+        """`drafter` is the one of `drafts`, if graphs can have its work too.
+
+        `goes_on`: the device may draft before the host has the outcome. Ranks must agree on what it does then, so it
+        is False where they do not all draft.
+        """
         self._graphs, self._runner, self._table, self._drafts = graphs, runner, table, drafts
         self._drafter, self._sampler = drafter, sampler
-        self._max_rows = max_rows
+        self._max_rows, self._may_go_on = max_rows, goes_on
         # Whether the trees of the next step are those of a graph, so that they mostly have the nodes that limits allow.
         self.were_drafts_taken = False
         self._max_nodes, self._layers = 0, tuple[int, ...]()  # that graphs were captured for
@@ -90,7 +95,7 @@ class DecodeGraphs:
         is_filtered, draft = self._step.is_sharded and _is_filtered(batch), _draft_key(batch, bucket)
         self._graphs.replay(("verify", bucket, _is_sampled(batch), is_filtered))
         outcome = self._step.outcome(bucket, len(batch.num_nodes))
-        goes_on = may_draft and self.were_drafts_taken and draft in self._graphs
+        goes_on = self._may_go_on and may_draft and self.were_drafts_taken and self._can_draft(batch, draft)
         self.were_drafts_taken = False
         if not goes_on:
             return outcome, None
@@ -99,9 +104,16 @@ class DecodeGraphs:
 
     def draft(self, batch: StepBatch, bucket: Bucket, drafts: DraftTree | None) -> Callable[[], DraftTree] | None:
         """What drafts for the next step after `verify`, which returned `drafts`; None if no graph does."""
-        if _draft_key(batch, bucket) not in self._graphs:
+        if not self._can_draft(batch, _draft_key(batch, bucket)):
             return None
         return lambda: self._take_drafts(batch, bucket, drafts)
+
+    def _can_draft(self, batch: StepBatch, draft: Hashable) -> bool:
+        """Whether a graph may draft after this step.
+
+        The host makes chains of predicted tokens, which may be longer than the paths that a graph reads.
+        """
+        return draft in self._graphs and not any(state.predicted_token_ids for state in batch.rows.states)
 
     def _take_drafts(self, batch: StepBatch, bucket: Bucket, drafts: DraftTree | None) -> DraftTree:
         self.were_drafts_taken = True

@@ -94,7 +94,7 @@ def start_worker(
         adopt_sizes(drafts, broadcast_sizes(group, DraftSizes.of(drafts)))
     compile_target(config, target, drafts.max_draft_tokens, progress)
     backend: StepBackend = make_backend(target.runner, table, group, sampler)
-    graphs, without_graphs = _make_graphs(config, target.runner, table, drafts, drafter, sampler)
+    graphs, without_graphs = _make_graphs(config, target.runner, table, drafts, drafter, sampler, shares_trees)
     if graphs is not None:
         backend = GraphBackend(graphs, make_backend(target.runner, table, group, sampler), table, sampler)
     capacity = Capacity(
@@ -155,6 +155,7 @@ def _make_graphs(
     drafts: DraftSource,
     drafter: Drafter | None,
     sampler: NodeSampler,
+    shares_trees: bool,
 ) -> tuple[DecodeGraphs | None, list[str]]:
     """(the graphs of decode steps, None where there are none; what runs without graphs, and why).
 
@@ -170,11 +171,13 @@ def _make_graphs(
     recorded, without = None, []
     if not is_padded(sampler):
         drafter, without = None, [f"verification and drafts: {WALKS}"]
+    elif config.speculative.ngram_override_min_match is not None:
+        drafter, without = None, ["drafts: the host replaces trees by n-grams (ngram_override_min_match)"]
     composite = composite_of(drafter)
     if drafter is not None and composite is None:
         found = device_drafter(drafter)
         recorded, without = (None, [f"drafts: {found}"]) if isinstance(found, str) else (found, [])
-    decode_graphs = DecodeGraphs(graphs, runner, table, drafts, rows, recorded, sampler)
+    decode_graphs = DecodeGraphs(graphs, runner, table, drafts, rows, recorded, sampler, not shares_trees)
     if composite is not None:
         model = runner.model
         without = graphs_of_members(

@@ -107,7 +107,8 @@ class StepRunner:
         states = before.started.batch.rows.states
         if [row.slot for row in plan.rows] != [state.slot for state in states] or any(map(needs_result, states)):
             return False
-        has_drafts = before.started.drafts is not None and self._knows_drafts(plan)
+        cuts = any(row.draft_limit.min_score for row in plan.rows)  # the host cuts trees by scores
+        has_drafts = before.started.drafts is not None and not cuts
         return (has_drafts or self._drafts_nothing(before.plan, plan)) and self.may_be_followed(before)
 
     def begin_after(self, last: StartedStep, plan: StepPlan) -> tuple[StartedStep, StartedStep]:
@@ -161,10 +162,6 @@ class StepRunner:
         """Draft for the next step; called after `finish`."""
         context, self._context = self._context, self._nothing
         self.drafts.submit(context)
-
-    def _knows_drafts(self, plan: StepPlan) -> bool:
-        """Whether a step can verify the drafts of the one before without the host, on all ranks."""
-        return not self._shares_trees and not any(row.draft_limit.min_score for row in plan.rows)
 
     def _drafts_nothing(self, *plans: StepPlan) -> bool:
         """Whether these steps neither verify drafts nor make any."""

@@ -144,7 +144,7 @@ def app(deployer: Deployer) -> App:
         speculative={"algorithm": "NGRAM"},
         max_running_requests=2,
         max_queued_requests=2,
-        server={"served_model_name": "tiny", "failover_s": 90.0, "drain_s": DRAIN_S},
+        server={"served_model_name": "tiny", "failover_s": 90.0, "drain_s": DRAIN_S, "audit": 1.0},
     )
 
 

@@ -93,6 +93,24 @@ def test_the_host_reads_nothing_between_an_outcome_and_the_next_launch(
     assert launches_without_reads(events) >= begun[True, True] - 1, events
 
 
+@pytest.mark.parametrize("name", ["EAGLE3", "EAGLE-chain"])
+def test_predicted_output_saves_as_many_steps(name: str, toy: Path, tmp_path: Path, begun: object) -> None:  # noqa: ARG001
+    """Its chains may be longer than a head's paths, and the host makes them."""
+    params = SamplingParams(temperature=0.8, seed=1, max_tokens=60, ignore_eos=True)
+    num_steps = []
+    for is_disabled in (True, False):
+        options = {"speculative": METHODS[name](toy, tmp_path), "disable_overlap_schedule": is_disabled}
+        with make_llm(toy, max_running_requests=1, **options) as llm:
+            [[plain]] = (generation.choices for generation in llm.generate([[5, 6, 7]], params))
+            [[choice]] = (
+                generation.choices for generation in llm.generate([[5, 6, 7]], params, predictions=[plain.token_ids])
+            )
+        assert choice.token_ids == plain.token_ids
+        assert choice.usage is not None
+        num_steps.append(choice.usage.num_verify_steps)
+    assert num_steps[0] == num_steps[1] < 30
+
+
 @contextmanager
 def host_events(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The launches of forward passes in graphs, the outcomes that the host reads, and what else it reads, in order."""

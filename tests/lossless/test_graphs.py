@@ -21,6 +21,8 @@ from tests.support.methods import METHODS, eagle, several
 
 LEAST_SCORE = 0.1  # of random heads
 HALF = slice(0, None, 2)  # of the prompts, short and long ones
+# With two plans in flight the limits of the last trees are looser by what the first one may still accept.
+ONE_PLAN = {"disable_overlap_schedule": True}
 
 
 def wait_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,11 +62,12 @@ def test_drafts_do_not_depend_on_graphs(name: str, toy: Path, tmp_path: Path, gr
     usages = []
     for disabled in (True, False):
         make = METHODS.get(name) or eagle(3, shape=(1, 3, 4), is_parallel=True)
-        options = {"speculative": make(toy, tmp_path), "disable_cuda_graph": disabled}
+        options = {"speculative": make(toy, tmp_path), "disable_cuda_graph": disabled, **ONE_PLAN}
         choices = generate(toy, PROMPTS[HALF], GREEDY[HALF], max_running_requests=3, **options)
         usages.append([choice.usage for choice in choices])
     assert usages[0] == usages[1]
-    assert any(kind == "draft" for kind, *_ in graphs[0].replayed)
+    has_drafts = any(kind == "draft" for kind, *_ in graphs[0].replayed)
+    assert has_drafts != (name == "EAGLE3-ngram")  # where the host replaces trees, it drafts
 
 
 def test_scores_of_trees_cut_the_same_drafts_in_graphs(
@@ -74,7 +77,7 @@ def test_scores_of_trees_cut_the_same_drafts_in_graphs(
 
     def cut(is_eager: bool) -> tuple[list[list[float]], list[int]]:
         """The scores of all trees, and their numbers of nodes without those of low scores."""
-        options = {"speculative": METHODS["EAGLE3"](toy, tmp_path), "disable_cuda_graph": is_eager}
+        options = {"speculative": METHODS["EAGLE3"](toy, tmp_path), "disable_cuda_graph": is_eager, **ONE_PLAN}
         scores: list[list[float]] = []
         sizes: list[int] = []
         with make_llm(toy, max_running_requests=3, **options) as llm:
@@ -115,7 +118,7 @@ def test_each_of_several_drafters_drafts_in_its_own_graphs(
     members = {name: METHODS[name] for name in ("EAGLE3", "STANDALONE-tree", "PARALLEL", "NGRAM")}
     counts = []
     for disabled in (True, False):
-        options = {"speculative": several(**members)(toy, tmp_path), "disable_cuda_graph": disabled}
+        options = {"speculative": several(**members)(toy, tmp_path), "disable_cuda_graph": disabled, **ONE_PLAN}
         with make_llm(toy, max_running_requests=4, **options) as llm:
             colocated = Colocated(llm, tmp_path) if placement == "colocated" else None
             if colocated is not None:
@@ -142,7 +145,7 @@ def test_a_drafter_of_another_process_drafts_in_graphs(
     wait_long(monkeypatch)
     found = []
     for disabled in (True, False):
-        options = {"speculative": METHODS[name](toy, tmp_path), "disable_cuda_graph": disabled}
+        options = {"speculative": METHODS[name](toy, tmp_path), "disable_cuda_graph": disabled, **ONE_PLAN}
         with make_llm(toy, max_running_requests=3, **options) as llm:
             colocated = Colocated(llm, tmp_path)
             colocated.start()

@@ -45,7 +45,7 @@ def test_two_ranks_with_drafts_equal_one(name: str, toy: Path, tmp_path: Path) -
     assert len(scores) == len(PROMPTS[2]) - 1
 
 
-@pytest.mark.parametrize("name", ["EAGLE3", "NGRAM", None])
+@pytest.mark.parametrize("name", ["EAGLE3", "DFLASH-jetspec", "NGRAM", None])
 def test_two_ranks_in_graphs_equal_one(name: str | None, toy: Path, tmp_path: Path) -> None:
     """The collectives are in the graphs, and both ranks choose the same ones. Steps without drafts begin early."""
     order = [0, 1, 5, 2, 3, 4]  # greedy and sampled requests with and without filters first; the third one ends last

@@ -511,9 +511,10 @@ def test_a_head_of_the_other_algorithm_is_refused(
 def test_a_folder_without_a_head_is_refused(tmp_path: Path, target_folder: Path, target: Llama) -> None:
     with pytest.raises(ConfigError, match=r"holds no draft head"):
         load(target_folder, target_folder, target, 3)
-    (tmp_path / "config.json").write_text("[1]")
+    folder = toy_head("eagle3-safeailab").write(tmp_path / "head")
+    (folder / "config.json").write_text("[1]")
     with pytest.raises(ConfigError, match="holds a list instead of an object"):
-        load(tmp_path, target_folder, target, 3)
+        load(folder, target_folder, target, 3)
     toy = toy_head("eagle2")
     toy.tensors = {"model.norm.weight": torch.zeros(32)}
     with pytest.raises(ConfigError, match=r"holds no draft head: expected fc.weight .*found model.norm.weight"):
