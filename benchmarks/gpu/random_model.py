@@ -53,6 +53,9 @@ class RandomLoader(Loader):
             return torch.ones(shape, dtype=self.dtype, device=self.device)
         return torch.empty(shape, dtype=self.dtype, device=self.device).normal_(std=SPREAD)
 
+    def as_stored(self, name: str, shape: tuple[int, int], part: slice = slice(None), dim: int = 0) -> Tensor:
+        return self.tensor(name, shape, part, dim)
+
 
 def make_target(folder: Path, size: ModelSize, dtype: torch.dtype, device: torch.device) -> Llama:
     """The target; `folder` gets its config.json and a tokenizer of three tokens."""

@@ -174,8 +174,8 @@ class RequestLog:
                 if self._file.closed:  # an earlier attempt to begin a new file failed
                     self._file = self._open()
                 self._write(request)
-            except OSError as error:
-                self._warn(str(error))
+            except Exception as error:  # the next ones may be written
+                self._warn(repr(error))
 
     def _write(self, request: LoggedRequest) -> None:
         line = json.dumps(request.redacted() if self._is_redacted else request.to_json(), separators=(",", ":")) + "\n"

@@ -91,11 +91,11 @@ def block_shape(config: SpeculativeConfig, most_steps: int) -> TreeShape:
     """
     if config.num_steps is None and config.eagle_topk is None:
         nodes = config.num_draft_tokens or min(most_steps + 1, MAX_TREE_NODES)
-        sizes = {"num_steps": nodes - 1, "eagle_topk": 1, "num_draft_tokens": nodes}
-        config = config.model_copy(update=sizes)
-    shape = configured_shape(config, architecture="")
+        shape = TreeShape(nodes - 1, 1, nodes, returns_draft_probs=config.verification == "rejection")
+    else:
+        shape = configured_shape(config, architecture="")
     if shape.num_steps > most_steps:
-        name = "num_draft_tokens" if config.eagle_topk == 1 else "num_steps"
+        name = "num_draft_tokens" if shape.topk == 1 else "num_steps"
         most = most_steps + 1 if name == "num_draft_tokens" else most_steps
         raise ConfigError(
             f"speculative.{name}={getattr(config, name)} is more than the block of {config.draft_model_path}, which "

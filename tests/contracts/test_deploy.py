@@ -23,6 +23,7 @@ from ray.serve.deployment import deployment_to_schema
 from cluster.app import _ingress, _router
 from cluster.cli.check import check_file
 from cluster.config import AppConfig
+from cluster.engine.placement import decide_device
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -303,7 +304,7 @@ def test_unit_has_time_to_stop_and_the_right_signal() -> None:
     settings = dict(re.findall(r"^(\w+)=(.*)$", UNIT.read_text(encoding="utf-8"), re.MULTILINE))
     assert settings["KillSignal"] == "SIGINT"  # `serve run` stops its application only on this signal
     assert settings["KillMode"] == "mixed"
-    assert int(settings["TimeoutStopSec"]) >= shutdown_seconds(AppConfig()) + 10
+    assert int(settings["TimeoutStopSec"]) >= shutdown_seconds(decide_device(AppConfig())) + 10
 
 
 # Reading.

@@ -25,6 +25,9 @@ THREADS = {
     ),
     ("cluster/engine/router.py", "Thread(self._executor.close)"): "the process exits half a second later anyway",
     ("cluster/engine/draft.py", "ThreadPoolExecutor"): "`start` raises its error",
+    ("specray/engine/request_log.py", "Thread(self._write_all)"): (
+        "tests/unit/engine/test_request_log.py::test_a_log_goes_on_once_its_folder_can_be_written_again"
+    ),
     ("specray/heartbeat.py", "Thread(self._keep_beating)"): "without it the process counts as frozen",
     ("cluster/liveness/watchdog.py", "Thread(_watch_router)"): (
         f"{UNIT}/liveness/test_watchdog.py::test_a_router_that_cannot_be_watched_is_killed"

@@ -49,9 +49,11 @@ sampling = st.builds(
 prompts = st.none() | st.builds(PromptLogprobs, small, small)
 salts = st.text(max_size=5)
 new_row = st.builds(
-    NewRequest, small, ids, small, small, ids, sampling, salts, prompts, ids, st.booleans(), salts, salts
+    NewRequest, small, ids, small, small, ids, sampling, salts, prompts, ids, st.booleans(), salts, salts, small
 )
-row_step = st.builds(ScheduledRequest, small, small, st.builds(DraftLimit, small, small, st.floats(0, 1)), ids)
+limits = st.builds(DraftLimit, small, small, st.floats(0, 1))
+copies = st.lists(st.tuples(small, small), max_size=2)
+row_step = st.builds(ScheduledRequest, small, small, limits, ids, copies)
 plans = st.builds(StepPlan, small, ids, st.lists(new_row, max_size=3), st.lists(row_step, max_size=3))
 logprobs = st.builds(TokenLogprob, small, real, st.lists(pair, max_size=3), st.lists(pair, max_size=3).map(tuple))
 some_logprobs = st.none() | st.lists(logprobs, max_size=3)
