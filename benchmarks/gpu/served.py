@@ -20,6 +20,7 @@ from typing import NamedTuple
 import msgpack
 import torch
 
+from benchmarks.gpu.overlap import WARM_UP, Setting
 from benchmarks.gpu.random_model import LLAMA_8B, ModelSize, make_target, write_head
 from benchmarks.gpu.random_model import TINY as TINY_MODEL
 from benchmarks.gpu.rank_process import EPOCH, LOADING_S
@@ -38,16 +39,7 @@ from specray.worker.startup import start_worker
 from specray.worker.step_loop import MAX_STARTED, StepLoop
 from specray.worker.warm_up import warm_up
 
-WARM_UP = 5  # steps
 PLACES = ("in this process", "channel", "channel, colocated drafter")
-
-
-class Setting(NamedTuple):
-    size: ModelSize
-    variants: list[Variant]
-    batch_sizes: tuple[int, ...]
-    num_steps: int
-    prompt: int  # tokens
 
 
 FULL = Setting(LLAMA_8B, [VARIANTS[0], VARIANTS[3]], (1, 64), 100, 128)
