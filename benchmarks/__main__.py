@@ -1,6 +1,7 @@
 """`make bench`: measures figures on this machine, prints them as one table and saves them in `benchmarks/results`.
 
-Rows use `specray.bench` with interleaved variants. It takes tens of minutes and needs an idle machine.
+Rows use `specray.bench` with interleaved variants. It takes tens of minutes and needs an idle machine. Each figure is
+printed and saved as soon as it is measured; `--only` measures the others after an interruption.
 """
 
 import argparse
@@ -27,20 +28,23 @@ NGRAM, SUFFIX = "ngram", "ngram-suffix"
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     effort = (QUICK if options.quick else FULL)._replace(mt_bench=options.mt_bench, accept_tree=options.accept_tree)
+    commit = results.commit_here()
     figures: list[Figure] = []
-    failed = False
+    saved, failed = None, False
     for section in SECTIONS:
         try:  # keep the figures of other sections if one fails
             for figure in _measured(section, effort, options.only):
                 figures.append(figure)
+                print(f"{figure.what}: {figure.form.format(figure.measured)}", file=sys.stderr, flush=True)
+                if not options.quick:
+                    saved = results.save(options.machine, [figure.result(commit)])
         except (SpecRayError, OSError) as error:
             print(f"error: {', '.join(section.names)}: {error}", file=sys.stderr)
             failed = True
     headers = ("figure", "reached", "measured", "goal")
     print(f"\n{format_table(headers, [figure.row() for figure in figures])}\n\n{machine.one_line()}")
-    if figures and not options.quick:
-        commit = results.commit_here()
-        print(f"saved in {results.save(options.machine, [figure.result(commit) for figure in figures])}")
+    if saved is not None:
+        print(f"saved in {saved}")
     return int(failed)
 
 

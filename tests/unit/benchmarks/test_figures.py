@@ -169,6 +169,19 @@ def test_figures_measured_before_a_failure_are_kept(
     assert path.stem == file.day.isoformat()
 
 
+def test_an_interruption_keeps_the_figures_before_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def interrupted(*_: object):  # type: ignore[no-untyped-def]
+        yield Figure("first", 1.0, 2.0)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(figures, "SECTIONS", (Section(("a",), interrupted),))
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        figures.main(["--machine", "A CPU"])
+    [file] = results.load()["A CPU"]
+    assert [row.row for row in file.results] == ["first"]
+
+
 def test_only_known_rows_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         figures.main(["--only", "eagle3-accept,speed"])
