@@ -23,6 +23,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 AttentionKernels = Literal["auto", "torch", "triton", "flashinfer", "fa"]
 ExpertKernels = Literal["auto", "torch", "triton"]
 ModelImpl = Literal["auto", "native", "transformers"]
+KVCacheDtype = Literal["auto", "int8", "fp8", "fp8_e4m3", "fp8_e5m2"]  # fp8 is fp8_e4m3, as in vLLM
 
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -423,10 +424,9 @@ class EngineConfig(Options):
         description="Data type of weights and activations; auto takes the checkpoint's, or "
         "bfloat16 for float32 if the hardware supports it.",
     )
-    kv_cache_dtype: Literal["auto", "int8"] = Field(
+    kv_cache_dtype: KVCacheDtype = Field(
         "auto",
-        description="Data type of the target's KV cache; auto takes dtype. int8 takes about half "
-        "the memory of bfloat16 and needs the CPU kernels.",
+        description="Data type of the target's KV cache; auto takes dtype. int8 needs the CPU kernels.",
     )
     quantization: Literal["auto", "int8", "int4", "fp8"] | None = Field(
         None,

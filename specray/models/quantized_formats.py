@@ -1,7 +1,7 @@
 """`quantization_config` of a checkpoint: which methods are read, and by which names their parts are stored.
 
-Weights alone are read as quantised. Scales of activations and of the KV cache are ignored: both have the type
-that the engine is configured for.
+Weights alone are read as quantised. Scales of activations are ignored, because they have the type that the engine is
+configured for; so are those of the KV cache, unless that is in float8.
 """
 
 import json
@@ -17,7 +17,8 @@ from specray.models.quantized_matrices import IntMatrix, Mxfp4Experts, ScaledMat
 
 Get = Callable[[str], Tensor]  # a stored tensor by name
 
-_IGNORED = (".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale", ".kv_scale", ".q_scale")
+KV_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".k_proj.output_scale", ".v_proj.output_scale")
+_IGNORED = (".input_scale", ".activation_scale", ".output_scale", ".q_scale", *KV_SCALES)
 _SEQUENTIAL = {4: tuple(range(8)), 8: tuple(range(4))}  # by bits
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from specray.errors import ConfigError, first_of
 from specray.models.gguf_blocks import BLOCKS_FILE, grouped_weight
-from specray.models.quantized_formats import Names, checkpoint_format
+from specray.models.quantized_formats import KV_SCALES, Names, checkpoint_format
 from specray.models.quantized_matrices import StoredMatrix
 from specray.ops.grouped_weight import GroupedWeight
 from specray.ops.quantised_weight import QuantisedWeight
@@ -69,6 +69,11 @@ class WeightReader:
         if matrix is None:
             return self._stored(name)
         return matrix.part(slice(None), slice(None), torch.device("cpu"), torch.float32)
+
+    def kv_scales(self) -> list[str]:
+        """The stored scales of a KV cache in float8 that are not 1."""
+        names = [name for name in self._file_of if name.endswith(KV_SCALES)]
+        return [name for name in names if bool((self._stored(name).float() != 1).any())]
 
     def num_bytes(self, itemsize: int, expands: bool) -> int:
         """Bytes of all tensors with numbers of `itemsize` bytes. Reads headers only.

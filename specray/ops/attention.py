@@ -137,8 +137,30 @@ def make_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
 
 
+def write_kv(pool: Tensor, kv_slots: Tensor, kv: Tensor) -> None:
+    """Write kv [T, 2, kv_heads, dim] to the KV slots int64 [T] of one layer's pool [slots, 2, kv_heads, dim].
+
+    Numbers are rounded to nearest in float8, and beyond its largest one to that one.
+    """
+    if is_float8(pool.dtype):
+        largest = torch.finfo(pool.dtype).max
+        kv = kv.clamp(-largest, largest).to(pool.dtype)
+    as_bytes(pool).index_copy_(0, kv_slots, as_bytes(kv))
+
+
+def is_float8(dtype: torch.dtype) -> bool:
+    """Whether a pool holds keys and values in 8 bits without scales."""
+    return dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def as_bytes(pool: Tensor) -> Tensor:
+    """A pool in float8 as uint8, another one as it is: few operations take float8."""
+    return pool.view(torch.uint8) if is_float8(pool.dtype) else pool
+
+
 def move_kv(pool: Tensor, source: Tensor, target: Tensor) -> None:
     """Copy the KV of slots `source` to slots `target` (int64 [n]) in every layer; overlaps are safe."""
+    pool = as_bytes(pool)
     pool[:, target] = pool[:, source]
 
 

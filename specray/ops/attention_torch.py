@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specray.ops.attention import Attend, AttentionBatch, PaddedBatch
+from specray.ops.attention import Attend, AttentionBatch, PaddedBatch, as_bytes, is_float8, write_kv
 from specray.ops.layer_attention import LayerAttention, complete_layers, layer_pools
 
 _SHORT = 64  # most queries of a request that shares a padded batch
@@ -74,7 +74,7 @@ class TorchAttention:
     def _attend_groups(self, groups: list[_Group], slot_mapping: Tensor) -> Attend:
         def attend(layer: int, q: Tensor, kv: Tensor | None) -> Tensor:
             if kv is not None:
-                self._pools[layer].index_copy_(0, slot_mapping, kv)
+                write_kv(self._pools[layer], slot_mapping, kv)
             if len(groups) == 1 and groups[0].queries is None:
                 return self._attend(layer, q, groups[0]).flatten(1)
             out = torch.empty_like(q)
@@ -88,7 +88,8 @@ class TorchAttention:
         """[B * Q, heads, dim] of a group's padded queries `q`."""
         size, num_queries, (heads, dim) = group.size, group.num_queries, q.shape[1:]
         pool, keys = self._pools[layer], group.keys
-        kv = pool[keys] if isinstance(keys, slice) else pool.index_select(0, keys)
+        stored = pool[keys] if isinstance(keys, slice) else as_bytes(pool).index_select(0, keys)
+        kv = stored.view(pool.dtype).to(q.dtype)
         k, v = kv.view(size, -1, *kv.shape[1:]).permute(2, 0, 3, 1, 4).unbind()
         kv_heads, mask = kv.shape[2], group.masks[self._mask_kinds[layer]]
         if num_queries == 1:  # decoding: the heads of a group are its query rows
@@ -165,7 +166,8 @@ class TorchAttention:
 
     def _additive(self, visible: Tensor, fold: int) -> Tensor:
         """0 where visible, else -inf, [B, 1, fold * Q, K]; in the pool's type, so that layers need not convert it."""
-        mask = torch.zeros(visible.shape, dtype=self.pool.dtype, device=self.pool.device)
+        dtype = torch.float32 if is_float8(self.pool.dtype) else self.pool.dtype
+        mask = torch.zeros(visible.shape, dtype=dtype, device=self.pool.device)
         return mask.masked_fill_(~visible, -torch.inf).repeat(1, fold, 1)[:, None]
 
 
@@ -183,6 +185,7 @@ def _consecutive(kv_slots: Tensor) -> slice | None:
 def _softmax_of(layer: LayerAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """[B, kv_heads, rows, dim] of queries whose rows are those of all heads that share a KV head, head by head."""
     if layer.softcap is None and layer.sinks is None:
+        mask = None if mask is None else mask.to(q.dtype)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=layer.scale)
     scale = layer.head_dim**-0.5 if layer.scale is None else layer.scale
     scores = q.float() @ k.float().transpose(-1, -2) * scale

@@ -37,7 +37,7 @@ def make_backend(
     `layers` says how each layer attends; None: all in the default way. ValueError if they do not fit the pool.
     """
     ops = ops_on(pool.device)
-    assert pool.dtype is not torch.int8 or (name == "auto" and ops.reads_int8_kv), name  # see check_int8_kv
+    assert pool.dtype is not torch.int8 or (name == "auto" and ops.reads_int8_kv), name  # see check_kv_dtype
     if name == "flashinfer":
         return _flashinfer(pool, num_heads, tree_mode, layers)
     if name == "fa":
@@ -50,12 +50,17 @@ def make_backend(
     return (ops.attention if name == "auto" else TorchAttention)(pool, num_heads, layers)
 
 
-def check_int8_kv(name: str, device: torch.device) -> None:
-    """ConfigError unless the attention backend `name` reads a KV pool in int8 on `device`."""
-    if name != "auto" or not ops_on(device).reads_int8_kv:
+def check_kv_dtype(kv_cache_dtype: str, name: str, device: torch.device) -> None:
+    """ConfigError unless the attention backend `name` reads a KV pool of EngineConfig.kv_cache_dtype on `device`."""
+    if kv_cache_dtype == "int8" and (name != "auto" or not ops_on(device).reads_int8_kv):
         raise ConfigError(
             f"kv_cache_dtype=int8 needs the compiled CPU kernels, which attention_backend={name} on {device.type} does "
             "not use; set kv_cache_dtype: auto, or on a CPU attention_backend: auto"
+        )
+    if kv_cache_dtype.startswith("fp8") and name in ("flashinfer", "fa"):
+        raise ConfigError(
+            f"attention_backend={name} does not read kv_cache_dtype={kv_cache_dtype}; set kv_cache_dtype: auto, or "
+            "attention_backend: auto or triton"
         )
 
 

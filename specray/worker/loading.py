@@ -5,12 +5,13 @@ from pathlib import Path
 import torch
 
 from specray.config import EngineConfig
-from specray.errors import ConfigError
+from specray.errors import ConfigError, first_of
 from specray.layers.parallel import RankGroup
 from specray.models.registry import context_length, load_config, load_model
 from specray.models.target_model import TargetModel
-from specray.ops.attention import AttentionBatch, FusedAttend
-from specray.ops.backends import check_int8_kv, make_backend
+from specray.models.weights import WeightReader
+from specray.ops.attention import AttentionBatch, FusedAttend, is_float8
+from specray.ops.backends import check_kv_dtype, make_backend
 from specray.ops.device_ops import ops_on
 from specray.spec_decode.drafter import TargetView
 from specray.worker.kv_cache import KVCache
@@ -37,8 +38,9 @@ class LoadedTarget:
     ) -> None:
         """`placement` is the drafter's; `uses_cuda_ipc`: see DraftEndpoint."""
         self._config, self._folder, self._device = config, folder, device
-        if config.kv_cache_dtype == "int8":
-            check_int8_kv(config.attention_backend, device)
+        check_kv_dtype(config.kv_cache_dtype, config.attention_backend, device)
+        if is_float8(kv_dtype(config, torch.float32)):
+            _check_kv_scales(config, folder)
         self.model = model or load_model(folder, config, group, device, progress, screens_output=True)
         model_config = load_config(folder, config.model_impl)
         if config.kv_cache_dtype == "int8" and not self.model.can_round_kv:
@@ -118,6 +120,16 @@ class LoadedTarget:
     def _has_fixed_sums(self) -> bool:
         """Whether all sums run in an order that depends on positions alone."""
         return self.runner.attention.is_batch_invariant and self.model.is_row_wise
+
+
+def _check_kv_scales(config: EngineConfig, folder: Path) -> None:
+    """ConfigError if the checkpoint wants its keys and values scaled before they are rounded to float8."""
+    with WeightReader(folder, config.load_format) as reader:
+        if scales := reader.kv_scales():
+            raise ConfigError(
+                f"kv_cache_dtype={config.kv_cache_dtype} rounds keys and values as they are, but {folder} has scales "
+                f"for them ({first_of(scales)}); set kv_cache_dtype: auto"
+            )
 
 
 def ring_limits(config: EngineConfig, model: TargetModel) -> RingLimits:

@@ -37,6 +37,12 @@ CONTEXT_BYTES = 600 << 20  # of CUDA and its libraries, in each process on the d
 logger = logging.getLogger(__name__)
 _MANY_NODES = 8  # of a tree, where num_draft_tokens is automatic
 _STATE_INPUTS = 4  # a layer with states holds at once so many times what its widest operation reads of a token
+KV_TYPES = {
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
 _STORED_STATES = 2  # in the prefix cache, of a running request
 _MANY_LAYERS = 3  # whose hidden states an EAGLE-3 head reads
 
@@ -102,7 +108,7 @@ def count_stored_states(config: EngineConfig, shape: ModelShape, demand: Demand,
 
 def kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
     """The type of the target's KV pool, where the model computes in `dtype`."""
-    return torch.int8 if config.kv_cache_dtype == "int8" else dtype
+    return KV_TYPES.get(config.kv_cache_dtype, dtype)
 
 
 def pool_bytes(total: int, used: int, fraction: float, demand: Demand) -> int:

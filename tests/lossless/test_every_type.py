@@ -30,6 +30,7 @@ TYPES: dict[str, dict[str, Any]] = {
     "int4": {"dtype": "bfloat16", "quantization": "int4"},
     "int4-float32": {"dtype": "float32", "quantization": "int4"},
     "KV in int8": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
+    "KV in fp8": {"dtype": "bfloat16", "kv_cache_dtype": "fp8_e4m3"},
 }
 # The trees of a method do not depend on the types, so two of these get every method and the others every kind of tree.
 SHAPES = ("EAGLE3", "EAGLE3-wide", "EAGLE-deep", "PARALLEL", "STANDALONE-tree", "NGRAM")

@@ -60,8 +60,13 @@ def test_two_ranks_in_graphs_equal_one(name: str | None, toy: Path, tmp_path: Pa
 @pytest.mark.skipif(kernels() is None, reason="torch's operations promise this in float32 only")
 @pytest.mark.parametrize(
     "options",
-    [{"dtype": "bfloat16"}, {"dtype": "bfloat16", "quantization": "int8"}, {"quantization": "int4"}],
-    ids=["bfloat16", "int8", "int4"],
+    [
+        {"dtype": "bfloat16"},
+        {"dtype": "bfloat16", "quantization": "int8"},
+        {"quantization": "int4"},
+        {"dtype": "bfloat16", "kv_cache_dtype": "fp8_e5m2"},
+    ],
+    ids=["bfloat16", "int8", "int4", "KV in fp8"],
 )
 def test_two_ranks_with_drafts_equal_two_without_in_every_type(
     options: dict[str, Any], toy: Path, tmp_path: Path

@@ -94,7 +94,8 @@ def cases() -> Iterator[Case]:
         for (rows, splits, padded), ways in product(tiles, WAYS if group == HEADS[0][0] else WAYS[:1]):
             heads = {"GROUP": group, "KV_HEADS": kv_heads, "ROWS": rows, "SPLIT": splits, "PADDED": padded}
             warps = num_warps(rows, torch.bfloat16)
-            yield Case(attention_kernels.attend_tiles, shape | blocks | heads | ways, warps)
+            own_type = {"MANTISSA": 0, "CONVERTS": False}
+            yield Case(attention_kernels.attend_tiles, shape | blocks | heads | ways | own_type, warps)
         num_heads = group * kv_heads
         heads = {"HEADS": num_heads, "HEADS_PADDED": triton.next_power_of_2(num_heads)}
         yield Case(
@@ -102,7 +103,7 @@ def cases() -> Iterator[Case]:
             shape | heads | {"CHUNK": attention_kernels.CHUNK, "WINDOW": 128, "HAS_SINKS": True, "PADDED": True},
         )
         rotated = {"Q_HEADS": num_heads, "KV_HEADS": kv_heads, "DIM": dim, "HALF_PADDED": dim // 2, "HAS_NORM": True}
-        yield Case(layer_kernels.rotate_head, rotated, num_warps=1)
+        yield Case(layer_kernels.rotate_head, rotated | {"MANTISSA": 0}, num_warps=1)
     for adds in (False, True):
         yield Case(layer_kernels.norm_rows, {"SIZE": 4096, "PADDED": 4096, "ADDS": adds}, num_warps=16)
     yield Case(layer_kernels.silu_block, {"BLOCK": 1024})
@@ -117,6 +118,7 @@ def cases() -> Iterator[Case]:
             yield Case(matrix_kernels.multiply_rows, {"HAS_BIAS": has_bias} | tile, dtype=dtype)
     yield from cases_of_few_rows()
     yield from cases_of_codes()
+    yield from cases_of_float8()
     size = {"SIZE": 4096, "PADDED": 4096}
     for keeps in (False, True):
         yield Case(layer_kernels.join_rows, size | {"KEEPS": keeps}, num_warps=16)
@@ -124,6 +126,24 @@ def cases() -> Iterator[Case]:
     yield from cases_of_verification()
     yield from cases_of_steps()
     yield from cases_of_states()
+
+
+def cases_of_float8() -> Iterator[Case]:
+    """Pools in float8, and GPUs with and without an instruction that converts e4m3."""
+    group, kv_heads, dim = HEADS[0]
+    types = {"pool": "*u8"}
+    for mantissa, rows, dtype in product((2, 3), (16, 32), ("bf16", "fp16")):
+        heads = {"GROUP": group, "KV_HEADS": kv_heads, "DIM": dim, "DIM_PADDED": dim, "ROWS": rows}
+        blocks = {"KEYS": attention_kernels.KEYS, "CHUNK": attention_kernels.CHUNK}
+        kind = {"SPLIT": rows == 16, "PADDED": rows == 16, "MANTISSA": mantissa} | WAYS[0]
+        warps = num_warps(rows, torch.bfloat16)
+        for sm in CAPABILITIES:
+            constants = heads | blocks | kind | {"CONVERTS": sm > 80}
+            yield Case(attention_kernels.attend_tiles, constants, warps, 3, dtype, types, (sm,))
+    for mantissa in (2, 3):
+        heads = {"Q_HEADS": group * kv_heads, "KV_HEADS": kv_heads, "DIM": dim, "HALF_PADDED": dim // 2}
+        kind = {"HAS_NORM": True, "MANTISSA": mantissa}
+        yield Case(layer_kernels.rotate_head, heads | kind, num_warps=1, types=types)
 
 
 def cases_of_few_rows() -> Iterator[Case]:

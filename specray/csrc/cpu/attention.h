@@ -154,6 +154,8 @@ inline void attend_any(
     case 0: return attend<float>(layer, requests, queries, q, q_stride, out, member);
     case 1: return attend<bfloat16>(layer, requests, queries, q, q_stride, out, member);
     case Pool::INT8: return attend<scaled_int8>(layer, requests, queries, q, q_stride, out, member);
+    case Pool::E4M3: return attend<float8_e4m3>(layer, requests, queries, q, q_stride, out, member);
+    case Pool::E5M2: return attend<float8_e5m2>(layer, requests, queries, q, q_stride, out, member);
     default: return attend<float16>(layer, requests, queries, q, q_stride, out, member);
   }
 }

@@ -132,7 +132,7 @@ void specray_gated(
 }
 
 // Writes kv [count, 2, kv_heads, dim], unless it is null, to slots `written`, then out [count, heads, dim] = attention of
-// q over the pool. q, kv and out are of `type`; the pool may be in int8.
+// q over the pool. q, kv and out are of `type`; the pool may be in 8 bits.
 void specray_attention(
     const LayerAttention* layer, const Requests* requests, const int64_t* written, int64_t count,
     const void* q, const void* kv, void* out, int32_t type, int32_t num_threads) {

@@ -13,11 +13,11 @@
 namespace specray {
 
 struct Pool {
-  static constexpr int32_t BFLOAT16 = 1, INT8 = 3;
+  static constexpr int32_t BFLOAT16 = 1, INT8 = 3, E4M3 = 4, E5M2 = 5;
 
   void* data;  // of one layer: [slots, 2, heads, dim]; in INT8 a head's row is followed by its float32 scale
   int64_t slot_bytes;  // from one slot to the next
-  int32_t type;        // FLOAT32, BFLOAT16, FLOAT16 or INT8
+  int32_t type;        // FLOAT32, BFLOAT16, FLOAT16, INT8, E4M3 or E5M2
   int32_t num_heads;
   int32_t dim;
 };
@@ -128,6 +128,8 @@ inline void write_kv(const Pool& pool, int64_t slot, const float* k, const float
     if (pool.type == 1) write_row<bfloat16>(pool, slot, which, from);
     if (pool.type == 2) write_row<float16>(pool, slot, which, from);
     if (pool.type == Pool::INT8) write_int8(pool, slot, which, from);
+    if (pool.type == Pool::E4M3) write_row<float8_e4m3>(pool, slot, which, from);
+    if (pool.type == Pool::E5M2) write_row<float8_e5m2>(pool, slot, which, from);
   }
 }
 

@@ -4,6 +4,7 @@
 // order of the loop, so results depend on neither the vector width nor the number of rows.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -55,6 +56,16 @@ struct float16 {
 struct scaled_int8 {  // a number of 8 bits, to be multiplied with a scale
   int8_t value;
 };
+
+// A float of 8 bits with so many of them behind its exponent, as in torch: e4m3 has one NaN and no infinity.
+template <int MANTISSA>
+struct float8 {
+  static constexpr int BIAS = MANTISSA == 3 ? 7 : 15;
+  static constexpr uint8_t LARGEST = MANTISSA == 3 ? 0x7E : 0x7B;  // bits of the largest number
+  uint8_t bits;
+};
+using float8_e4m3 = float8<3>;
+using float8_e5m2 = float8<2>;
 
 template <class V, class T>
 inline V load(const T* from) {
@@ -252,6 +263,20 @@ inline void from_float(float value, float16* to) {
 #endif
 }
 
+// Round to nearest, ties to even; what is larger than the largest number becomes that one, and a NaN stays one.
+template <int MANTISSA>
+inline void from_float(float value, float8<MANTISSA>* to) {
+  using T = float8<MANTISSA>;
+  constexpr int SHIFT = 23 - MANTISSA, EXPONENTS = 127 - T::BIAS;
+  constexpr uint32_t NORMAL = uint32_t(EXPONENTS + 1) << 23;  // bits of the smallest normal number
+  constexpr uint32_t STEPS = uint32_t(EXPONENTS + 24 - MANTISSA) << 23;  // bits of 2^n whose steps are the smallest number
+  constexpr uint32_t MOST = (uint32_t(T::LARGEST) << SHIFT) + (uint32_t(EXPONENTS) << 23);
+  const uint32_t bits = bits_of<uint32_t>(value), size = std::min(bits & 0x7FFFFFFF, MOST);
+  const uint32_t rounded = ((size + (1u << (SHIFT - 1)) - 1 + ((size >> SHIFT) & 1)) >> SHIFT) - (EXPONENTS << MANTISSA);
+  const uint32_t small = bits_of<uint32_t>(bits_of<float>(size) + bits_of<float>(STEPS)) - STEPS;
+  to->bits = uint8_t(value != value ? 0x7F : (size < NORMAL ? small : rounded) | (bits >> 24 & 0x80));
+}
+
 inline Floats load_floats(const float* from) { return load<Floats>(from); }
 
 inline Floats load_floats(const bfloat16* from) {
@@ -282,6 +307,24 @@ inline Floats load_floats(const scaled_int8* from) {
   typedef int8_t Small __attribute__((vector_size(WIDTH)));
   return __builtin_convertvector(__builtin_convertvector(load<Small>(from), Ints), Floats);
 #endif
+}
+
+template <int MANTISSA>
+inline Floats load_floats(const float8<MANTISSA>* from) {
+  using T = float8<MANTISSA>;
+  typedef uint8_t Small __attribute__((vector_size(WIDTH)));
+  const Words bits = __builtin_convertvector(load<Small>(from), Words), size = bits & 0x7F;
+  const Words normal = (size << (23 - MANTISSA)) + (uint32_t(127 - T::BIAS) << 23);
+  const Floats small = to_floats(Ints(size)) * bits_of<float>(uint32_t(128 - T::BIAS - MANTISSA) << 23);
+  Words value = size < (1u << MANTISSA) ? bits_of<Words>(small) : normal;
+  value = size > T::LARGEST ? 0x7FC00000 : value;
+  return bits_of<Floats>(value | (bits & 0x80) << 24);
+}
+
+template <int MANTISSA>
+inline float to_float(float8<MANTISSA> value) {
+  float8<MANTISSA> row[WIDTH] = {value};
+  return load_floats(row)[0];
 }
 
 // Bits of a float16 as a float, for scales in GGUF's type.

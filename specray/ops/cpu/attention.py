@@ -85,7 +85,7 @@ class PagedAttend:
         """See Attend."""
         backend = self.backend
         assert kv is None or q.dtype == kv.dtype
-        assert backend.pool.dtype in (q.dtype, torch.int8), (q.dtype, backend.pool.dtype)
+        assert backend.pool.itemsize == 1 or backend.pool.dtype is q.dtype, (q.dtype, backend.pool.dtype)
         out = torch.empty(len(q), q.shape[1] * q.shape[2], dtype=q.dtype)
         q, kv = q.contiguous(), None if kv is None else kv.contiguous()
         backend.kernels.attention(

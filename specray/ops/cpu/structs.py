@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 FLOAT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # `Kind` in matrix.h
-KV_TYPES = {**FLOAT_TYPES, torch.int8: 3}  # of `Pool` in kv_pool.h
+KV_TYPES = {**FLOAT_TYPES, torch.int8: 3, torch.float8_e4m3fn: 4, torch.float8_e5m2: 5}  # of `Pool` in kv_pool.h
 GROUP = 32  # activations that share a scale
 
 

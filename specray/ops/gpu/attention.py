@@ -8,9 +8,9 @@ import torch
 import triton
 from torch import Tensor
 
-from specray.ops.attention import AttentionBatch, PaddedBatch, pack_paths
+from specray.ops.attention import AttentionBatch, PaddedBatch, as_bytes, pack_paths, write_kv
 from specray.ops.gpu.attention_kernels import CHUNK, KEYS, attend_tiles, merge_chunks
-from specray.ops.gpu.launches import num_processors, starts_early
+from specray.ops.gpu.launches import num_processors, of_float8, starts_early
 from specray.ops.gpu.layers import rotate_and_store
 from specray.ops.layer_attention import LayerAttention, complete_layers, layer_pools
 
@@ -80,7 +80,7 @@ class TritonAttend:
     def __call__(self, layer: int, q: Tensor, kv: Tensor | None) -> Tensor:
         """See Attend."""
         if kv is not None:
-            self._backend.pools[layer].index_copy_(0, self._written, kv)
+            write_kv(self._backend.pools[layer], self._written, kv)
         return self.read(layer, q)
 
     def rotated(
@@ -124,7 +124,7 @@ class TritonAttend:
             mixed,
             sums,
             q,
-            pool,
+            as_bytes(pool),
             tiles,
             row_of,
             prefix_lens,
@@ -152,6 +152,7 @@ class TritonAttend:
             SPLIT=splits,
             PADDED=self._prefixes is not None,
             num_warps=num_warps(rows, q.dtype),
+            **of_float8(pool),
             **starts_early(q.device),
         )
         if splits:

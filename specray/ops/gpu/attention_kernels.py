@@ -12,7 +12,7 @@ be computed by one program or shared among several (SPLIT); then `merge_chunks` 
 import triton
 import triton.language as tl
 
-from specray.ops.gpu.shared_kernels import dot, wait_for_kernels_before
+from specray.ops.gpu.shared_kernels import dot, from_float8, wait_for_kernels_before
 
 KEYS = 64  # positions of a block
 CHUNK = 512  # positions of a chunk
@@ -63,7 +63,7 @@ def attend_tiles(
     partial_mixed,  # float32 [chunks, T, heads, DIM]; unused without SPLIT
     partial_sums,  # float32 [chunks, T, heads, 2]: largest score and sum of weights
     q,  # [T, heads, DIM], contiguous in its last two dimensions
-    pool,  # one layer [slots, 2, KV_HEADS, DIM], contiguous in its last three dimensions
+    pool,  # one layer [slots, 2, KV_HEADS, DIM], contiguous in its last three dimensions; with MANTISSA uint8
     tiles,  # int32 [tiles, 5]: see `specray.ops.gpu.attention`; unused with PADDED
     rows,  # int64 [T], with PADDED: see PaddedBatch, whose query t is tile t and node t
     prefix_lens,  # int64 [T], with PADDED
@@ -90,6 +90,8 @@ def attend_tiles(
     HAS_SINKS: tl.constexpr,
     SPLIT: tl.constexpr,
     PADDED: tl.constexpr,
+    MANTISSA: tl.constexpr,  # of float8; 0: the pool has the type of q
+    CONVERTS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     wait_for_kernels_before(EARLY)
@@ -143,6 +145,9 @@ def attend_tiles(
             is_loaded = is_key[:, None] & is_column
             keys = tl.load(pool + kv_places, mask=is_loaded, other=0.0)
             values = tl.load(pool + kv_places + KV_HEADS * DIM, mask=is_loaded, other=0.0)
+            if MANTISSA:
+                keys = from_float8(keys, queries.dtype, MANTISSA, CONVERTS)
+                values = from_float8(values, queries.dtype, MANTISSA, CONVERTS)
             scores = dot(queries, tl.trans(keys), tl.zeros([ROWS, KEYS], tl.float32)) * scale
             if CAPPED:
                 scores = _capped(scores, cap)

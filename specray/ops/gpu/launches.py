@@ -6,7 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specray.ops.attention import is_float8
+
 _HOPPER = 9  # compute capability
+_FIRST_E4M3 = (8, 9)  # compute capability of the first GPUs that convert it
 
 
 def num_processors(device: torch.device) -> int:
@@ -24,6 +27,18 @@ def starts_early(device: torch.device) -> dict[str, Any]:
     """
     is_early = device.type == "cuda" and torch.cuda.get_device_properties(device).major >= _HOPPER
     return {"EARLY": True, "launch_pdl": True} if is_early else {"EARLY": False}
+
+
+def of_float8(pool: Tensor) -> dict[str, Any]:
+    """Arguments of a kernel that reads or writes a KV pool `as_bytes`: see `shared_kernels.from_float8`."""
+    if not is_float8(pool.dtype):
+        return {"MANTISSA": 0, "CONVERTS": False}
+    return {"MANTISSA": 3 if pool.dtype is torch.float8_e4m3fn else 2, "CONVERTS": _converts_e4m3(pool.device)}
+
+
+@lru_cache
+def _converts_e4m3(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _FIRST_E4M3
 
 
 def by_rows(part: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ Arithmetic is float32. A program has one token, or one head of it, so a token's 
 import triton
 import triton.language as tl
 
-from specray.ops.gpu.shared_kernels import wait_for_kernels_before
+from specray.ops.gpu.shared_kernels import to_float8, wait_for_kernels_before
 
 
 @triton.jit
@@ -91,6 +91,7 @@ def rotate_head(
     DIM: tl.constexpr,
     HALF_PADDED: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    MANTISSA: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     wait_for_kernels_before(EARLY)
@@ -120,6 +121,8 @@ def rotate_head(
     else:
         slot = tl.load(slot_mapping + token)
         target = slot * slot_stride + (head - Q_HEADS) * DIM + column
+        if MANTISSA:
+            first, second = to_float8(first, MANTISSA), to_float8(second, MANTISSA)
         tl.store(pool + target, first.to(pool.dtype.element_ty), mask=is_column)
         tl.store(pool + target + DIM // 2, second.to(pool.dtype.element_ty), mask=is_column)
 

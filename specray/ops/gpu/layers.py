@@ -4,7 +4,8 @@ import torch
 import triton
 from torch import Tensor
 
-from specray.ops.gpu.launches import starts_early
+from specray.ops.attention import as_bytes
+from specray.ops.gpu.launches import of_float8, starts_early
 from specray.ops.gpu.layer_kernels import (
     gather_angles,
     join_rows,
@@ -114,7 +115,7 @@ def rotate_and_store(
             q_norm,
             k_norm,
             eps,
-            pool,
+            as_bytes(pool),
             slot_mapping,
             pool.stride(0),
             Q_HEADS=num_heads - 2 * kv_heads,
@@ -122,6 +123,7 @@ def rotate_and_store(
             DIM=dim,
             HALF_PADDED=triton.next_power_of_2(dim // 2),
             HAS_NORM=norms is not None,
+            MANTISSA=of_float8(pool)["MANTISSA"],
             num_warps=1,
             **starts_early(qkv.device),
         )

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specray.errors import ConfigError
-from specray.ops.attention import AttentionBatch, make_pool, move_kv
+from specray.ops.attention import AttentionBatch, as_bytes, make_pool, move_kv, write_kv
 from specray.ops.attention_torch import _BATCH_BYTES, _SHORT, _grouped
-from specray.ops.backends import check_int8_kv, make_backend
+from specray.ops.backends import check_kv_dtype, make_backend
 from specray.ops.cpu.library import kernels
 from specray.ops.layer_attention import LayerAttention
 
@@ -155,19 +155,27 @@ def test_every_query_attends_as_it_should_in_tritons_interpreter(
 
 
 def check_batch(
-    backend: str, shapes: list[RequestShape], scattered: bool, layer: int, grouping: tuple[int, int], window: int | None
+    backend: str,
+    shapes: list[RequestShape],
+    scattered: bool,
+    layer: int,
+    grouping: tuple[int, int],
+    window: int | None,
+    dtype: torch.dtype = torch.float32,
 ) -> None:
     torch.manual_seed(0)
     kv_heads, num_heads = grouping[0], grouping[0] * grouping[1]
     pool = torch.randn(LAYERS, NUM_SLOTS, 2, kv_heads, DIM)
     pool[:, :16] = 0
+    pool = pool.to(dtype)
     rows = make_rows(shapes, scattered)
     q, kv = torch.randn(sum(rows.query_lens), num_heads, DIM), torch.randn(sum(rows.query_lens), 2, kv_heads, DIM)
     before = pool.clone()
     result = make_backend(backend, pool, num_heads, layers=in_window(window, pool)).plan(rows)(layer, q, kv)
-    before[layer, rows.slot_mapping] = kv
-    assert torch.equal(pool, before)  # only the new KV is written
-    torch.testing.assert_close(result.double(), naive(shapes, rows, pool[layer], q, window), atol=2e-5, rtol=1e-4)
+    as_bytes(before)[layer, rows.slot_mapping] = as_bytes(kv.to(dtype))
+    assert torch.equal(as_bytes(pool), as_bytes(before))  # only the new KV is written
+    expected = naive(shapes, rows, pool[layer].float(), q, window)
+    torch.testing.assert_close(result.double(), expected, atol=2e-5, rtol=1e-4)
 
 
 @backends
@@ -454,7 +462,97 @@ def test_a_pool_in_int8_needs_the_kernels() -> None:
     with pytest.raises(
         ConfigError, match=r"kv_cache_dtype=int8 needs the compiled CPU kernels.*attention_backend=torch"
     ):
-        check_int8_kv("torch", torch.device("cpu"))
+        check_kv_dtype("int8", "torch", torch.device("cpu"))
+
+
+# ---- pools in float8 -------------------------------------------------------------------------------------------------
+
+FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
+float8 = st.sampled_from(FLOAT8)
+
+
+@compiled
+@given(float8, batches, st.booleans(), st.integers(0, 1), st.sampled_from(GROUPINGS), windows)
+@settings(max_examples=40)
+def test_a_pool_in_float8_is_read_and_written_number_by_number(
+    backend: str,
+    dtype: torch.dtype,
+    shapes: list[RequestShape],
+    scattered: bool,
+    layer: int,
+    grouping: tuple[int, int],
+    window: int | None,
+) -> None:
+    check_batch(backend, shapes, scattered, layer, grouping, window, dtype)
+
+
+@given(float8, batches, st.booleans(), st.integers(0, 1), st.sampled_from(GROUPINGS), windows)
+@settings(max_examples=12)
+def test_a_pool_in_float8_is_read_and_written_in_tritons_interpreter(
+    dtype: torch.dtype,
+    shapes: list[RequestShape],
+    scattered: bool,
+    layer: int,
+    grouping: tuple[int, int],
+    window: int | None,
+) -> None:
+    check_batch("triton", shapes, scattered, layer, grouping, window, dtype)
+
+
+@backends
+@pytest.mark.parametrize("dtype", FLOAT8, ids=str)
+def test_every_number_of_float8_is_read(dtype: torch.dtype, backend: str) -> None:
+    """A query with one key has its value for a result. Codes are in a row, those of infinities and NaN left out."""
+    codes = torch.arange(256).to(torch.uint8).view(dtype)
+    pool = make_pool(1, 64, 1, 256, dtype, torch.device("cpu"))
+    as_bytes(pool)[0, 20, 1, 0] = as_bytes(codes.float().nan_to_num(0, 0, 0).to(dtype))
+    rows = make_batch([1], [np.array([20])], [None])
+    result = make_backend(backend, pool, 1).plan(rows)(0, torch.zeros(1, 1, 256), None)
+    assert torch.equal(result[0], pool[0, 20, 1, 0].float())
+
+
+@backends
+@pytest.mark.parametrize("dtype", FLOAT8, ids=str)
+def test_what_is_not_a_number_stays_so_in_float8(dtype: torch.dtype, backend: str) -> None:
+    rows = make_batch([1, 1], [np.array([20]), np.array([30])], [None] * 2)
+    pool = make_pool(1, NUM_SLOTS, 1, DIM, dtype, torch.device("cpu"))
+    kv = torch.ones(2, 2, 1, DIM)
+    kv[0] = torch.nan
+    result = make_backend(backend, pool, 1).plan(rows)(0, torch.ones(2, 1, DIM), kv)
+    assert result[0].isnan().all()
+    assert (result[1] == 1).all()
+
+
+def numbers_for(dtype: torch.dtype) -> Tensor:
+    """Every number of float8, those halfway between two, and their neighbours; what is too large or small for it."""
+    codes = torch.arange(256).to(torch.uint8).view(dtype).double().nan_to_num(0, 0, 0).unique()
+    ties = (codes[1:] + codes[:-1]) / 2
+    exact = torch.cat((codes, ties, codes[-1] * torch.tensor([1.01, 1.2, 9.0, torch.inf, -1.2]))).float()
+    near = torch.cat((exact, exact.nextafter(torch.tensor(torch.inf)), exact.nextafter(torch.tensor(-torch.inf))))
+    return torch.cat((near, torch.randn(4096) * 8, torch.tensor([1e-30, -1e-30, -0.0, torch.nan])))
+
+
+@pytest.mark.parametrize("kernel", ["auto", "triton"])
+@pytest.mark.parametrize("dtype", FLOAT8, ids=str)
+def test_kernels_round_to_float8_as_torch_does(dtype: torch.dtype, kernel: str) -> None:
+    torch.manual_seed(0)
+    numbers = numbers_for(dtype)
+    numbers = torch.cat((numbers, torch.zeros(-len(numbers) % 16))).view(-1, 1, 16)
+    count = len(numbers)
+    pools = [make_pool(1, count + 16, 1, 16, dtype, torch.device("cpu")) for _ in range(2)]
+    slots, kv = torch.arange(16, count + 16), numbers[:, None].expand(-1, 2, -1, -1).contiguous()
+    write_kv(pools[0][0], slots, kv)
+    if kernel == "auto":
+        batch = make_batch([1] * count, list(slots[:, None].numpy()), [None] * count)
+        make_backend("auto", pools[1], 1).plan(batch)(0, torch.zeros(count, 1, 16), kv)
+    else:  # values alone: keys are rotated
+        layers = pytest.importorskip("specray.ops.gpu.layers")
+        cos, sin = torch.ones(count, 1, 16), torch.zeros(count, 1, 16)
+        qkv = kv.flatten(1, 2)[:, [0, 0, 1]]
+        layers.rotate_and_store(qkv, cos, sin, None, 1.0, pools[1][0], slots)
+    stored = [as_bytes(pool)[0, :, 1] for pool in pools]
+    assert torch.equal(*stored)
+    assert not stored[0][:16].any()
 
 
 def test_overlapping_moves_read_the_old_values() -> None:
@@ -474,7 +572,7 @@ WAYS = (
 
 @pytest.mark.skipif(kernels() is None, reason="needs the compiled kernels")
 @pytest.mark.parametrize("way", WAYS, ids=["default", "window", "all"])
-@pytest.mark.parametrize("pool_dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8], ids=str)
+@pytest.mark.parametrize("pool_dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8, *FLOAT8], ids=str)
 @pytest.mark.parametrize("dim", [16, 40, 64, 256])
 def test_a_token_has_the_same_bits_alone_in_a_chunk_in_a_batch_and_in_a_tree(
     dim: int, pool_dtype: torch.dtype, way: LayerAttention
@@ -482,7 +580,7 @@ def test_a_token_has_the_same_bits_alone_in_a_chunk_in_a_batch_and_in_a_tree(
     """149 tokens, of which the last are also nodes of a tree between nodes of other branches."""
     torch.manual_seed(0)
     length, width = 149, KV_HEADS * FOLD
-    dtype = torch.bfloat16 if pool_dtype is torch.int8 else pool_dtype
+    dtype = torch.bfloat16 if pool_dtype.itemsize == 1 else pool_dtype
     q = torch.randn(length, width, dim).to(dtype)
     kv = torch.randn(length, 2, KV_HEADS, dim).to(dtype)
     slots = np.random.default_rng(0).permutation(np.arange(16, NUM_SLOTS))

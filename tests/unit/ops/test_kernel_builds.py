@@ -26,7 +26,7 @@ TESTS = [
 # Fused layers in every type: requests alone and in chunks, with and without trees.
 LAYERS = [
     f"tests/lossless/test_every_type.py::test_output_does_not_depend_on_the_layout_of_steps[{kind}-chunks of 16]"
-    for kind in ("bfloat16", "float16", "int8", "int4", "int4-float32", "KV in int8")
+    for kind in ("bfloat16", "float16", "int8", "int4", "int4-float32", "KV in int8", "KV in fp8")
 ]
 # Where threads part the work has nothing to do with instructions, but a sanitizer can find that they go too far.
 THREADS = [layer.replace("chunks of 16", "two threads") for layer in LAYERS]
