@@ -28,6 +28,18 @@ class Connection:
         self.silence = SilenceWatch(self.lease, poll_interval_s, clock)
         self.request_ids: set[str] = set()
         self.items: asyncio.Queue[Item] = asyncio.Queue()
+        self._clock = clock
+        self._heartbeat: RouterHeartbeat | None = None  # as the ingress assumes it since `_heartbeat_at`
+        self._heartbeat_at = 0.0
+
+    def send_heartbeat(self, heartbeat: RouterHeartbeat) -> None:
+        """Send what has changed since the last one; a message without changes is a sign of life, too."""
+        now = self._clock()
+        if self._heartbeat is None:
+            self.items.put_nowait(heartbeat)
+        else:
+            self.items.put_nowait(heartbeat.changes_since(self._heartbeat.later(now - self._heartbeat_at)))
+        self._heartbeat, self._heartbeat_at = heartbeat, now
 
 
 class Connections:
@@ -91,12 +103,16 @@ class Connections:
             connection.items.put_nowait(batch)
         self.remove(output.request_id for output in outputs if output.finish_reason is not None)
 
-    def broadcast(self, message: RouterHeartbeat | RouterInfo) -> None:
-        """Send a message to every ingress. Fills in `num_others` of a heartbeat for each."""
+    def send_info(self, info: RouterInfo) -> None:
+        """Send changed information to every ingress."""
         for connection in self._by_id.values():
-            if isinstance(message, RouterHeartbeat):
-                message = message._replace(num_others=self.num_requests - len(connection.request_ids))
-            connection.items.put_nowait(message)
+            connection.items.put_nowait(info)
+
+    def send_heartbeat(self, heartbeat: RouterHeartbeat) -> None:
+        """Send a heartbeat to every ingress, to each with its own `num_others`."""
+        for connection in self._by_id.values():
+            num_others = self.num_requests - len(connection.request_ids)
+            connection.send_heartbeat(heartbeat._replace(num_others=num_others))
 
     def renew(self, connection_id: str) -> bool:
         """Renew a connection's lease. False if there is no such connection."""

@@ -174,15 +174,20 @@ class Router:
         assert self._reconciler is not None
         refusal = await asyncio.to_thread(self._reconciler.apply, desired)
         self._info = self._info._replace(max_draft_tokens=self._reconciler.max_draft_tokens)
-        self._connections.broadcast(self._info)
+        self._connections.send_info(self._info)
         self._send_heartbeat(self._engine.stats())  # the next change at another ingress begins with this drafter
         return refusal
 
-    async def drain(self, to: str | None = None) -> None:
-        """Report in all heartbeats from now on that the application is about to stop."""
+    async def drain(self, to: str | None = None) -> int:
+        """Report in all heartbeats from now on that the application is about to stop.
+
+        Returns the number of unfinished requests.
+        """
         self._check_addressee(to)
-        self._is_draining = True
-        self._send_heartbeat(self._engine.stats())
+        if not self._is_draining:
+            self._is_draining = True
+            self._send_heartbeat(self._engine.stats())
+        return self._connections.num_requests
 
     async def abort_of(self, tenant: str, name: str | None, to: str | None = None) -> None:
         """See `AsyncEngine.abort_of`."""
@@ -294,7 +299,7 @@ class Router:
         error = self._engine.queue_error()
         self._is_full = error is not None
         heartbeat = RouterHeartbeat(
-            kv_usage=number(snapshot, "specray_kv_cache_usage_perc"),
+            kv_usage=round(number(snapshot, "specray_kv_cache_usage_perc"), 2),
             acceptance_length=self._acceptance_length,
             since_token_s=self._since_token_s,
             desired=self._reconciler.desired if self._reconciler else None,
@@ -302,7 +307,7 @@ class Router:
             refusal=self._refusal(error) if error is not None else None,
             drafter_absence=self._executor.drafter_absence,
         )
-        self._connections.broadcast(heartbeat)
+        self._connections.send_heartbeat(heartbeat)
 
     def _probe(self) -> None:
         """Submit a request for one token, to show that the engine works."""

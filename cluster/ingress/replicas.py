@@ -3,27 +3,37 @@
 import asyncio
 import contextvars
 import logging
-from collections.abc import AsyncIterator, Collection, Iterable
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from typing import Any
 
 import ray
+from ray import serve
 from ray.exceptions import RayError
 from ray.serve.handle import DeploymentHandle, DeploymentResponse, DeploymentResponseGenerator
 
 from specray.engine.request import EngineRequest
 from specray.metrics import Snapshot
 from specray.server.routing.messages import DesiredDrafter, Item, Refusal
+from specray.server.routing.subset import IngressPlace
 
 logger = logging.getLogger("ray.serve")
 
 ADDRESSEE = "to"  # keyword argument of every call with the replica's ID, read by `addressing`
 
 _running: dict[str, frozenset[str]] = {}  # deployment -> replica IDs, set by this process's request routers
+_subscribers: list[Callable[[], object]] = []
 
 
 def set_running(deployment: str, replica_ids: Iterable[str]) -> None:
-    """Set the running replicas of a deployment."""
+    """Set the running replicas of a deployment, which Serve's controller has pushed to this process."""
     _running[deployment] = frozenset(replica_ids)
+    for changed in _subscribers:
+        changed()
+
+
+def running(deployment: str) -> frozenset[str]:
+    """The running replicas of a deployment, as far as this process knows."""
+    return _running.get(deployment, frozenset())
 
 
 class ServeReplicaDirectory:
@@ -40,10 +50,17 @@ class ServeReplicaDirectory:
     def replica_ids(self) -> Collection[str]:
         if self._first_call is None:  # a handle discovers replicas after its first call
             self._first_call = self._handle.stats.remote()
-        return _running.get(self._handle.deployment_name, frozenset())
+        return running(self._handle.deployment_name)
 
     def handle(self, replica_id: str) -> "ServeRouterHandle":
         return ServeRouterHandle(self._handle, replica_id)
+
+    def place(self) -> IngressPlace:
+        context = serve.get_replica_context()
+        return IngressPlace(context.rank.rank, context.world_size)
+
+    def subscribe(self, changed: Callable[[], object]) -> None:
+        _subscribers.append(changed)
 
     def lost_nodes(self) -> Collection[str]:
         try:
@@ -65,7 +82,7 @@ class ServeRouterHandle:
     def __init__(self, handle: DeploymentHandle[Any], replica_id: str) -> None:
         self._handle = handle
         self._streaming = handle.options(stream=True)
-        self._to = {ADDRESSEE: replica_id}
+        self._to: dict[str, Any] = {ADDRESSEE: replica_id}
 
     async def outputs(self, connection_id: str) -> AsyncIterator[Item]:
         stream = self._call(self._streaming.outputs, connection_id)
@@ -99,8 +116,9 @@ class ServeRouterHandle:
         refusal: Refusal | None = await self._answer(self._handle.apply, desired)
         return refusal
 
-    async def drain(self) -> None:
-        await self._answer(self._handle.drain)
+    async def drain(self) -> int:
+        num_unfinished: int = await self._answer(self._handle.drain)
+        return num_unfinished
 
     async def abort_of(self, tenant: str, name: str | None) -> None:
         await self._answer(self._handle.abort_of, tenant, name)

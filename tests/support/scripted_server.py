@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import cluster.engine.router
+import specray.server.routing.router_pool
 from cluster.config import AppConfig
 from cluster.engine.router import NOT_CONNECTED, Router
 from cluster.engine.supervisor import DrafterState
@@ -30,6 +31,7 @@ from specray.server.app import create_app
 from specray.server.grammar_check import GrammarCheck
 from specray.server.routing.messages import DesiredDrafter, Item, Refusal
 from specray.server.routing.router_pool import RouterPool
+from specray.server.routing.subset import IngressPlace
 from specray.server.service import Service
 from specray.server.tokenization import Tokenization
 from specray.step import NewRequest, RequestResult, StepPlan, StepResult, StepTimes
@@ -40,6 +42,7 @@ TEXT = "The quick brown fox, é 🎉 and so on. "  # the output of scripted rank
 TEMPLATE = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}"
 END = "<|end|>"
 FATAL = "DIE!"
+LOOK_S = 0.2  # between an ingress's looks at the list of routers, which does not push its changes
 REJECTED = 1  # the token of rejected drafts in scripted trees
 
 
@@ -231,8 +234,8 @@ class ReplicaHandle:
     async def apply(self, desired: DesiredDrafter) -> Refusal | None:
         return await (await self._reach()).apply(desired)
 
-    async def drain(self) -> None:
-        await (await self._reach()).drain()
+    async def drain(self) -> int:
+        return await (await self._reach()).drain()
 
     async def abort_of(self, tenant: str, name: str | None) -> None:
         await (await self._reach()).abort_of(tenant, name)
@@ -267,6 +270,12 @@ class Server:
 
     def replica_ids(self) -> list[str]:
         return [replica.replica_id for replica in self.replicas if replica.runs_on and not replica.is_stopping]
+
+    def place(self) -> IngressPlace:
+        return IngressPlace()
+
+    def subscribe(self, changed: Callable[[], object]) -> None:
+        """Changes are found by looking, see DIRECTORY_CHECK_S."""
 
     def lost_nodes(self) -> list[str]:
         return self.nodes_lost
@@ -331,6 +340,7 @@ def make_serve(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPat
         pass
 
     monkeypatch.setattr(GrammarCheck, "check", pass_all)
+    monkeypatch.setattr(specray.server.routing.router_pool, "DIRECTORY_CHECK_S", LOOK_S)
 
     @asynccontextmanager
     async def run(

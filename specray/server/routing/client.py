@@ -1,4 +1,4 @@
-"""The ingress's connection to one router: an output stream, calls to submit and abort, and failure detection.
+"""The ingress's calls to one router, and its connection to it: an output stream and failure detection.
 
 A client lasts as long as its connection. A router that is silent for `HEARTBEAT_TIMEOUT_S`, because it is frozen or
 unreachable, counts as lost, and its later outputs are ignored. Failover of its requests lives in `router_pool`.
@@ -18,12 +18,21 @@ from specray.heartbeat import LocalHeartbeat, SilenceWatch, within
 from specray.metrics import Snapshot
 from specray.outputs import RequestOutput
 from specray.server import OPERATOR_LOG
-from specray.server.routing.messages import ConnectionEnd, DesiredDrafter, Item, Refusal, RouterHeartbeat, RouterInfo
+from specray.server.routing.messages import (
+    ConnectionEnd,
+    DesiredDrafter,
+    HeartbeatChanges,
+    Item,
+    Refusal,
+    RouterHeartbeat,
+    RouterInfo,
+)
 from specray.server.routing.policy import ReplicaState
 from specray.server.tasks import Tasks
 
 NOT_READY = "the engine is starting or restarting; try again in a few seconds"
 HEARTBEAT_TIMEOUT_S = 3.0  # a router that is silent for longer counts as lost
+LATE_SHARE = 0.4  # of that time, after which new requests go to other routers, if there are any
 CONNECT_TIMEOUT_S = 5.0
 DRAFTER_LOAD_TIMEOUT_S = 600.0  # a drafter may have to be downloaded first
 
@@ -47,7 +56,7 @@ class RouterHandle(Protocol):
 
     async def apply(self, desired: DesiredDrafter) -> Refusal | None: ...
 
-    async def drain(self) -> None: ...
+    async def drain(self) -> int: ...
 
     async def abort_of(self, tenant: str, name: str | None) -> None: ...
 
@@ -78,8 +87,46 @@ class RouterLostError(EngineDeadError):
 Listener = Callable[[RequestOutput | RouterLostError], None]
 
 
-class RouterClient:
-    """One connection to the router `replica_id`. Construct it inside the event loop, then `start` it.
+class RouterCalls:
+    """Calls to the router `replica_id` that need no connection to it."""
+
+    def __init__(self, replica_id: str, handle: RouterHandle) -> None:
+        self.replica_id = replica_id
+        self._handle = handle
+
+    async def stats(self) -> Snapshot:
+        return await within(HEARTBEAT_TIMEOUT_S, self._handle.stats())
+
+    async def drain(self) -> int:
+        """Notify the router, and through its heartbeats ingresses, that the application is about to stop.
+
+        Returns the number of its unfinished requests.
+        """
+        return await within(HEARTBEAT_TIMEOUT_S, self._handle.drain())
+
+    async def abort_of(self, tenant: str, name: str | None) -> None:
+        """See `AsyncEngine.abort_of`."""
+        await within(HEARTBEAT_TIMEOUT_S, self._handle.abort_of(tenant, name))
+
+    async def flush_cache(self) -> None:
+        await within(HEARTBEAT_TIMEOUT_S, self._handle.flush_cache())
+
+    async def drafter(self) -> dict[str, Any]:
+        """A report of the router's drafter, see `cluster.engine.reconciler.drafter_report`."""
+        return await within(HEARTBEAT_TIMEOUT_S, self._handle.drafter())
+
+    async def apply(self, desired: DesiredDrafter) -> None:
+        """Replace the router's drafter and wait until it is ready. RequestRefusedError or RouterLostError."""
+        try:
+            refusal = await within(DRAFTER_LOAD_TIMEOUT_S, self._handle.apply(desired))
+        except Exception as error:
+            raise RouterLostError(f"replacing the drafter failed: {first_line(error)}") from error
+        if refusal is not None:
+            raise RequestRefusedError(refusal)
+
+
+class RouterClient(RouterCalls):
+    """One connection to a router. Construct it inside the event loop, then `start` it.
 
     `on_open` is called when the router's first item arrives, `on_close` when the connection has ended and all listeners
     have been notified.
@@ -93,11 +140,12 @@ class RouterClient:
         on_open: Callable[[], None],
         on_close: Callable[[], None],
     ) -> None:
-        self.replica_id = replica_id
+        super().__init__(replica_id, handle)
         self.info: RouterInfo | None = None  # once connected
+        self.is_wanted = True  # False: no new requests, and the connection is closed once all have finished
+        self._clock = asyncio.get_running_loop().time
         self._heartbeat: RouterHeartbeat | None = None
         self._heartbeat_at = 0.0
-        self._handle = handle
         self._lease_s = lease_s
         self._on_open = on_open
         self._on_close = on_close
@@ -106,8 +154,9 @@ class RouterClient:
         self._num_refused = 0  # requests refused here since the last renewal
         self._num_poison = 0  # requests given up here since then
         self._end: ConnectionEnd | None = None
-        self._closes_when_idle = False
-        self._stream = LocalHeartbeat()  # beats with every item
+        self._is_stopping = False
+        self._stream = LocalHeartbeat(self._clock)  # beats with every item
+        self._silence_s = 0.0
         self._tasks = Tasks()
 
     def start(self) -> None:
@@ -119,18 +168,23 @@ class RouterClient:
     @property
     def state(self) -> ReplicaState:
         """The router's state, for `choose_route`."""
-        is_alive, is_draining = self.info is not None, self._closes_when_idle
-        if self._heartbeat is None:
-            return ReplicaState(self.replica_id, self.num_unfinished, is_alive=is_alive, is_draining=is_draining)
-        kv_usage, acceptance_length = self._heartbeat.kv_usage, self._heartbeat.acceptance_length
-        return ReplicaState(self.replica_id, self.num_unfinished, kv_usage, acceptance_length, is_alive, is_draining)
+        heartbeat = self._heartbeat
+        return ReplicaState(
+            self.replica_id,
+            self.num_unfinished,
+            0.0 if heartbeat is None else heartbeat.kv_usage,
+            None if heartbeat is None else heartbeat.acceptance_length,
+            is_alive=self.info is not None,
+            is_draining=self._closes_when_idle,
+            is_last_resort=self.refusal is not None or self._silence_s > LATE_SHARE * HEARTBEAT_TIMEOUT_S,
+        )
 
     @property
     def since_token_s(self) -> float:
         """Seconds since the router's engine last generated a token; infinite if unknown."""
         if self.info is None or self._heartbeat is None:
             return inf
-        return self._heartbeat.since_token_s + asyncio.get_running_loop().time() - self._heartbeat_at
+        return self._heartbeat.later(self._clock() - self._heartbeat_at).since_token_s
 
     @property
     def drafter_absence(self) -> str:
@@ -151,9 +205,13 @@ class RouterClient:
         """Count requests that were given up, for the metrics of this router, which is another one than it ended."""
         self._num_poison += count
 
-    def close_when_idle(self) -> None:
-        """Send no new requests, and disconnect once all requests have finished. Serve is about to stop the router."""
-        self._closes_when_idle = True
+    def stop_using(self) -> None:
+        """Send no new requests, and disconnect once all have finished. Serve stops the router, and calls end there."""
+        self._is_stopping = True
+
+    @property
+    def _closes_when_idle(self) -> bool:
+        return self._is_stopping or not self.is_wanted
 
     async def submit(self, requests: list[EngineRequest], listener: Listener) -> None:
         """Start requests, all or none, whose outputs go to `listener`. RequestRefusedError or RouterLostError.
@@ -184,9 +242,6 @@ class RouterClient:
         if abort:
             self._tasks.spawn(self._abort(list(abort), after))
 
-    async def stats(self) -> Snapshot:
-        return await within(HEARTBEAT_TIMEOUT_S, self._handle.stats())
-
     @property
     def is_draining(self) -> bool:
         """Whether the router has been notified that the application is about to stop."""
@@ -197,34 +252,10 @@ class RouterClient:
         """Unfinished requests at the router: our own, and those of other ingresses as of its last heartbeat."""
         return len(self._listeners) + (0 if self._heartbeat is None else self._heartbeat.num_others)
 
-    async def drain(self) -> None:
-        """Notify the router, and through its heartbeats every ingress, that the application is about to stop."""
-        await within(HEARTBEAT_TIMEOUT_S, self._handle.drain())
-
-    async def abort_of(self, tenant: str, name: str | None) -> None:
-        """See `AsyncEngine.abort_of`."""
-        await within(HEARTBEAT_TIMEOUT_S, self._handle.abort_of(tenant, name))
-
-    async def flush_cache(self) -> None:
-        await within(HEARTBEAT_TIMEOUT_S, self._handle.flush_cache())
-
     @property
     def desired(self) -> DesiredDrafter | None:
         """The drafter last applied at the router; None if unknown, or if drafters cannot be replaced there."""
         return self._heartbeat.desired if self._heartbeat is not None and self.info is not None else None
-
-    async def drafter(self) -> dict[str, Any]:
-        """A report of the router's drafter, see `cluster.engine.reconciler.drafter_report`."""
-        return await within(HEARTBEAT_TIMEOUT_S, self._handle.drafter())
-
-    async def apply(self, desired: DesiredDrafter) -> None:
-        """Replace the router's drafter and wait until it is ready. RequestRefusedError or RouterLostError."""
-        try:
-            refusal = await within(DRAFTER_LOAD_TIMEOUT_S, self._handle.apply(desired))
-        except Exception as error:
-            raise RouterLostError(f"replacing the drafter failed: {first_line(error)}") from error
-        if refusal is not None:
-            raise RequestRefusedError(refusal)
 
     async def _submit(self, requests: list[EngineRequest]) -> None:
         try:
@@ -270,13 +301,20 @@ class RouterClient:
                 self.info = item
                 self._on_open()
                 logger.info("connected to the router %s", self.replica_id)
-            elif isinstance(item, RouterHeartbeat):
-                self._heartbeat, self._heartbeat_at = item, asyncio.get_running_loop().time()
+            elif isinstance(item, RouterHeartbeat | dict):
+                self._take_heartbeat(item)
             elif isinstance(item, ConnectionEnd):
                 self._end = item
             else:
                 self._deliver(item)
         raise EngineDeadError("the output stream ended")
+
+    def _take_heartbeat(self, item: RouterHeartbeat | HeartbeatChanges) -> None:
+        now = self._clock()
+        if isinstance(item, dict):
+            assert self._heartbeat is not None, "the first heartbeat of a stream is whole"
+            item = self._heartbeat.later(now - self._heartbeat_at)._replace(**item)
+        self._heartbeat, self._heartbeat_at = item, now
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
@@ -289,19 +327,20 @@ class RouterClient:
         """Return when the connection may close; raise EngineDeadError when the router has been silent for too long."""
         self._stream.beat()  # the deadline of the first item begins now
         interval_s = HEARTBEAT_TIMEOUT_S / 6
-        watch = SilenceWatch(self._stream, interval_s)
+        watch = SilenceWatch(self._stream, interval_s, self._clock)
         while True:
             await asyncio.sleep(interval_s)
             if self._closes_when_idle and not self._listeners:
                 return
-            if (silence_s := watch.poll()) > (HEARTBEAT_TIMEOUT_S if self.info is not None else CONNECT_TIMEOUT_S):
-                raise EngineDeadError(f"nothing received for {silence_s:.1f} s")
+            self._silence_s = watch.poll()
+            if self._silence_s > (HEARTBEAT_TIMEOUT_S if self.info is not None else CONNECT_TIMEOUT_S):
+                raise EngineDeadError(f"nothing received for {self._silence_s:.1f} s")
 
     async def _renew_lease(self) -> None:
         """Renew our lease, so that the router keeps our requests. A router that Serve is stopping cannot be called."""
         while True:
             await asyncio.sleep(self._lease_s / 4)
-            if self.info is not None and not self._closes_when_idle:
+            if self.info is not None and not self._is_stopping:
                 counts = self._num_refused, self._num_poison
                 self._num_refused = self._num_poison = 0
                 if not await within(self._lease_s, self._handle.renew(self._connection_id, *counts)):

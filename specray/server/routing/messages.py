@@ -1,6 +1,7 @@
 """Messages between an ingress and a router, which Ray Serve pickles. All are plain data."""
 
-from typing import NamedTuple
+from math import isclose
+from typing import Any, NamedTuple
 
 from specray.config import SpeculativeConfig
 from specray.errors import Overflow
@@ -50,8 +51,15 @@ class Refusal(NamedTuple):
     overflow: Overflow | None = None  # set where the prompt is too long
 
 
+HeartbeatChanges = dict[str, Any]  # fields of a RouterHeartbeat; none if all are as they were
+AGE_TOLERANCE_S = 0.05
+
+
 class RouterHeartbeat(NamedTuple):
-    """A router's load and state, sent every half second and whenever its queue becomes full or has space again."""
+    """A router's load and state, sent every half second and whenever its queue becomes full or has space again.
+
+    The first one of a stream is whole; later ones are sent as `changes_since` it.
+    """
 
     kv_usage: float  # share of KV blocks held by running requests, 0 to 1
     acceptance_length: float | None  # tokens per verify step, bonus token included; None until measured
@@ -61,6 +69,17 @@ class RouterHeartbeat(NamedTuple):
     refusal: Refusal | None = None  # the reply to another request while the queue is full
     drafter_absence: str = ""  # why the engine decodes without its drafter at present; empty if it does not
     num_others: int = 0  # unfinished requests of other ingresses than the receiver
+
+    def later(self, seconds: float) -> "RouterHeartbeat":
+        """What its receiver assumes so much later, if nothing has arrived."""
+        return self._replace(since_token_s=self.since_token_s + seconds)
+
+    def changes_since(self, assumed: "RouterHeartbeat") -> HeartbeatChanges:
+        """The fields that differ from those that the receiver assumes."""
+        changes = {name: new for name, new, old in zip(self._fields, self, assumed, strict=True) if new != old}
+        if isclose(self.since_token_s, assumed.since_token_s, rel_tol=0.0, abs_tol=AGE_TOLERANCE_S):
+            changes.pop("since_token_s", None)
+        return changes
 
 
 class ConnectionEnd(NamedTuple):
@@ -72,4 +91,4 @@ class ConnectionEnd(NamedTuple):
     was_alone: bool = False  # the engine computed a single request, which it had isolated: it is the cause
 
 
-Item = RouterInfo | RouterHeartbeat | list[RequestOutput] | ConnectionEnd
+Item = RouterInfo | RouterHeartbeat | HeartbeatChanges | list[RequestOutput] | ConnectionEnd

@@ -4,11 +4,11 @@
 actual cache lives in `specray.engine.radix_cache`.
 """
 
-import hashlib
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import accumulate
 from math import inf
 from random import Random
@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple, TypeGuard
 from specray.server.config import RoutingOptions
 
 KV_FULL = 0.95  # share of KV blocks in use above which another request is likely to preempt one
+HOME_SLACK = 1.0  # requests by which the load of a prefix's first home may exceed that of its second one
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ class ReplicaState:
     acceptance_length: float | None = None  # tokens per verify step, bonus token included; None until measured
     is_alive: bool = True
     is_draining: bool = False
+    is_last_resort: bool = False  # its queue is full, or its heartbeat is late
 
     @property
     def is_open(self) -> bool:
@@ -49,28 +51,52 @@ def choose_route(
     random: Random,
     options: RoutingOptions,
     session: str = "",
+    prefixes: Sequence[int] = (),
 ) -> Route:
-    """The open replicas for a request: the best one first, then the others by load.
+    """The open replicas for a request: the best one first, then the others by load, those of last resort last.
 
     `cached` is the number of the prompt's tokens that each replica is believed to have cached. `session` is any text
-    that related requests share; the caller includes its tenant.
+    that related requests share; the caller includes its tenant. `prefixes` are `PrefixIndex.hashes` of the prompt.
 
     Candidates for the first place have a load of at most `max_load_ratio` times the least, plus `load_slack`. The
     longest cached prefix wins. Ties are common, because a prefix that all requests share is soon cached everywhere. A
     session breaks ties by rendezvous hashing: it moves only if its replica leaves or is overloaded, and every ingress
-    moves it to the same replica. Without a session, the less loaded of two random candidates wins. Always taking the
-    least loaded one would make all ingresses, whose states lag behind, choose the same replica. O(R log R).
+    moves it to the same replica. Without a session, so does the shortest prefix that none of the equals has cached:
+    requests that share it meet at the same replica from every ingress, although no ingress knows what others sent. A
+    prompt without such a prefix goes to the less loaded of two random candidates. Always taking the least loaded one
+    would make all ingresses, whose states lag behind, choose the same replica. O(R log R).
     """
-    live = [r for r in replicas if r.is_open]
-    if not live:
+    is_open = [r for r in replicas if r.is_open]
+    if not is_open:
         return Route([], "none")
+    live = [r for r in is_open if not r.is_last_resort] or is_open
     loads = _loads(live)
     open_ids = _within_bound(live, loads, options)
     longest = max(cached.get(replica_id, 0) for replica_id in open_ids)
     equal = [replica_id for replica_id in open_ids if cached.get(replica_id, 0) == longest]
-    first = _rendezvous(session, equal) if session else _lighter_of_two(equal, loads, random)
+    num_known = longest // options.prefix_block_size
+    if session:
+        first = in_order_of(session, equal)[0]
+    elif num_known < len(prefixes):
+        first = _home(str(prefixes[num_known]), equal, loads)
+    else:
+        first = _lighter_of_two(equal, loads, random)
     rest = sorted(loads.keys() - {first}, key=lambda replica_id: (loads[replica_id], replica_id))
-    return Route([first, *rest], "prefix" if longest else "session" if session else "load")
+    last = sorted(r.replica_id for r in is_open if r.replica_id not in loads)
+    return Route([first, *rest, *last], "prefix" if longest else "session" if session else "load")
+
+
+def in_order_of(key: str, names: Iterable[str]) -> list[str]:
+    """Rendezvous hashing: the names by their hashes with a key, the highest first.
+
+    The order of two names depends on no other name. Everyone has the same order, so not by Python's `hash`, which
+    differs between processes. A client's text may contain unpaired surrogates.
+    """
+
+    def score(name: str) -> tuple[bytes, str]:
+        return blake2b(f"{name}\n{key}".encode(errors="surrogatepass"), digest_size=8).digest(), name
+
+    return sorted(names, key=score, reverse=True)
 
 
 def _loads(live: Sequence[ReplicaState]) -> dict[str, float]:
@@ -97,19 +123,10 @@ def _within_bound(live: Sequence[ReplicaState], loads: Mapping[str, float], opti
     return [name for name in with_free_kv if loads[name] <= bound]
 
 
-def _rendezvous(session: str, replica_ids: Sequence[str]) -> str:
-    """The replica with the highest hash of its ID and the session, which does not depend on the other replicas.
-
-    Python's `hash` differs between processes, but every ingress must choose the same replica.
-    """
-
-    def score(replica_id: str) -> bytes:
-        text = f"{replica_id}\n{session}".encode(
-            errors="surrogatepass"
-        )  # a client's text may contain unpaired surrogates
-        return hashlib.blake2b(text, digest_size=8).digest()
-
-    return max(replica_ids, key=lambda replica_id: (score(replica_id), replica_id))
+def _home(prefix: str, replica_ids: Sequence[str], loads: Mapping[str, float]) -> str:
+    """The first of a prefix's replicas; the second one while that has less to do."""
+    first, second = [*in_order_of(prefix, replica_ids), ""][:2]
+    return second if second and loads[first] > loads[second] + HOME_SLACK else first
 
 
 def _lighter_of_two(replica_ids: Sequence[str], loads: Mapping[str, float], random: Random) -> str:
@@ -119,9 +136,9 @@ def _lighter_of_two(replica_ids: Sequence[str], loads: Mapping[str, float], rand
 class PrefixIndex:
     """An ingress's estimate of what each replica has cached: blocks of the texts it recently sent there.
 
-    A block is identified by a hash of its tokens, the preceding blocks and the namespace. A hash collision, or a block
-    that the replica has evicted, only costs a prefill, because the replica's cache compares token ids. Hashes start
-    from the namespace's, which is salted per process, so collisions cannot be prepared in advance.
+    A block is identified by a hash of its tokens, the preceding blocks and the namespace, which is equal at every
+    ingress. A hash collision, or a block that the replica has evicted, only costs a prefill, because the replica's
+    cache compares token ids.
 
     Each replica has its own LRU set of blocks, as the replica itself does. The blocks of a text are inserted last block
     first, so a block is always newer than its successors. Eviction therefore removes blocks from the ends of texts, and
@@ -133,18 +150,25 @@ class PrefixIndex:
         self._max_blocks = max_blocks  # of each replica
         self._blocks: dict[str, OrderedDict[int, None]] = {}  # replica id -> blocks, least recently used first
 
-    def record(self, replica_id: str, namespace: str, token_ids: Sequence[int]) -> None:
-        """Record that a replica has computed `token_ids`. O(tokens)."""
+    def hashes(self, namespace: str, token_ids: Sequence[int]) -> list[int]:
+        """For each full block, a hash of all tokens up to its end: what identifies a text to the other methods."""
+        size = self._block_size
+        starts = range(0, len(token_ids) - size + 1, size)
+        blocks = (tuple(token_ids[start : start + size]) for start in starts)
+        salt = blake2b(namespace.encode(errors="surrogatepass"), digest_size=8).digest()  # Python's differs by process
+        return list(accumulate(blocks, lambda before, block: hash((before, block)), initial=int.from_bytes(salt)))[1:]
+
+    def record(self, replica_id: str, hashes: Sequence[int]) -> None:
+        """Record that a replica has computed a text. O(tokens)."""
         blocks = self._blocks.setdefault(replica_id, OrderedDict())
-        for block in reversed(self._hashes(namespace, token_ids)[: self._max_blocks]):
+        for block in reversed(hashes[: self._max_blocks]):
             blocks[block] = None
             blocks.move_to_end(block)
         while len(blocks) > self._max_blocks:
             blocks.popitem(last=False)
 
-    def cached(self, namespace: str, token_ids: Sequence[int]) -> dict[str, int]:
-        """Length of the prefix of `token_ids` that each replica has cached. O(tokens + replicas log tokens)."""
-        hashes = self._hashes(namespace, token_ids)
+    def cached(self, hashes: Sequence[int]) -> dict[str, int]:
+        """Length of the prefix of a text that each replica has cached. O(replicas log tokens)."""
         return {
             replica_id: self._block_size * bisect_left(hashes, True, key=lambda block: block not in blocks)
             for replica_id, blocks in self._blocks.items()
@@ -153,10 +177,3 @@ class PrefixIndex:
     def keep_only(self, replica_ids: Collection[str]) -> None:
         """Remove replicas that are gone."""
         self._blocks = {name: blocks for name, blocks in self._blocks.items() if name in replica_ids}
-
-    def _hashes(self, namespace: str, token_ids: Sequence[int]) -> list[int]:
-        """For each full block, a hash of all tokens up to its end."""
-        size = self._block_size
-        starts = range(0, len(token_ids) - size + 1, size)
-        blocks = (tuple(token_ids[start : start + size]) for start in starts)
-        return list(accumulate(blocks, lambda before, block: hash((before, block)), initial=hash(namespace)))[1:]

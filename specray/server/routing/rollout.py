@@ -9,13 +9,13 @@ applies again. One engine's part lives in `cluster.engine.reconciler`.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from specray.config import SpeculativeConfig
 from specray.errors import EngineDeadError
 from specray.server import OPERATOR_LOG
-from specray.server.routing.client import NOT_READY, RequestRefusedError, RouterClient, RouterLostError
+from specray.server.routing.client import NOT_READY, RequestRefusedError, RouterCalls, RouterClient, RouterLostError
 from specray.server.routing.messages import DesiredDrafter
 from specray.server.tasks import Tasks
 
@@ -25,11 +25,22 @@ logger = logging.getLogger(OPERATOR_LOG)
 
 
 class DrafterRollout:
-    """Brings all connected routers to the desired drafter."""
+    """Brings all routers to the desired drafter.
 
-    def __init__(self, configured: SpeculativeConfig, clients: Mapping[str, RouterClient], tasks: Tasks) -> None:
+    `clients` are this ingress's connections by replica ID; `routers` returns all routers, in an order that is equal at
+    every ingress. Routers that only other ingresses are connected to are brought up to date there.
+    """
+
+    def __init__(
+        self,
+        configured: SpeculativeConfig,
+        clients: Mapping[str, RouterClient],
+        routers: Callable[[], Sequence[RouterCalls]],
+        tasks: Tasks,
+    ) -> None:
         self._desired = DesiredDrafter(0, configured)
         self._clients = clients
+        self._routers = routers
         self._tasks = tasks
         self._sent: dict[RouterClient, DesiredDrafter] = {}
         self._replacing = asyncio.Lock()
@@ -54,13 +65,13 @@ class DrafterRollout:
         await asyncio.shield(self._tasks.spawn(self._change(change, is_whole=False)))
 
     async def report(self) -> dict[str, Any]:
-        """A report of each connected router's drafter, by replica ID."""
-        clients = self._connected()
-        if not clients:
+        """A report of each router's drafter, by replica ID."""
+        routers = self._routers()
+        if not routers:
             raise EngineDeadError(NOT_READY)
-        reports = await asyncio.gather(*(client.drafter() for client in clients), return_exceptions=True)
-        pairs = zip(clients, reports, strict=True)
-        return {client.replica_id: report for client, report in pairs if not isinstance(report, BaseException)}
+        reports = await asyncio.gather(*(router.drafter() for router in routers), return_exceptions=True)
+        pairs = zip(routers, reports, strict=True)
+        return {router.replica_id: report for router, report in pairs if not isinstance(report, BaseException)}
 
     def propagate(self) -> None:
         """Send the desired drafter to routers that are behind, until they have it."""
@@ -68,7 +79,7 @@ class DrafterRollout:
             return
         desired = self._latest()
         self._sent = {client: sent for client, sent in self._sent.items() if self._is_known(client)}
-        for client in self._connected():
+        for client in self._clients.values():
             is_behind = client.desired is not None and client.desired.set_at < desired.set_at
             if is_behind and self._sent.get(client) != desired:
                 self._sent[client] = desired
@@ -93,16 +104,16 @@ class DrafterRollout:
 
     async def _change(self, change: Callable[[SpeculativeConfig], SpeculativeConfig], *, is_whole: bool) -> None:
         async with self._replacing:
-            if not (clients := self._connected()):
+            if not (routers := self._routers()):
                 raise EngineDeadError(NOT_READY)
             before = self._latest()
             set_at, made_from = max(time.time_ns(), before.set_at + 1), None if is_whole else before.set_at
             desired = DesiredDrafter(set_at, change(before.speculative), made_from)
             # Try one engine first: if it refuses the drafter, the others need not load it.
-            for group in (clients[:1], clients[1:]):
-                answers = await asyncio.gather(*(client.apply(desired) for client in group), return_exceptions=True)
+            for group in (routers[:1], routers[1:]):
+                answers = await asyncio.gather(*(router.apply(desired) for router in group), return_exceptions=True)
                 refusals = [answer for answer in answers if isinstance(answer, RequestRefusedError)]
-                if refusals and group == clients[:1]:
+                if refusals and group == routers[:1]:
                     raise refusals[0]  # nothing has changed
                 if refusals or (group and all(isinstance(answer, RouterLostError) for answer in answers)):
                     # Propagated to the engines that have already changed.
@@ -118,8 +129,3 @@ class DrafterRollout:
     def _is_known(self, client: RouterClient) -> bool:
         """Whether it is its replica's present connection."""
         return self._clients.get(client.replica_id) is client
-
-    def _connected(self) -> list[RouterClient]:
-        """Connected routers, in an order that is equal at every ingress."""
-        clients = [client for client in self._clients.values() if client.info is not None]
-        return sorted(clients, key=lambda client: client.replica_id)

@@ -6,6 +6,7 @@ repeats nor loses a token. One router's connection lives in `client`, the choice
 """
 
 import asyncio
+import contextlib
 import logging
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
@@ -24,6 +25,7 @@ from specray.server.routing.client import (
     NOT_READY,
     Listener,
     RequestRefusedError,
+    RouterCalls,
     RouterClient,
     RouterHandle,
     RouterLostError,
@@ -32,10 +34,13 @@ from specray.server.routing.messages import RouterInfo
 from specray.server.routing.policy import PrefixIndex, choose_route
 from specray.server.routing.progress import RequestProgress
 from specray.server.routing.rollout import DrafterRollout
+from specray.server.routing.subset import Breadth, IngressPlace, engines_of
 from specray.server.tasks import Tasks
 
 LOST = "the engine stopped while it processed this request, and no other engine took over in time; send it again"
-DIRECTORY_POLL_S = 0.2  # between updates of the list of routers
+DIRECTORY_CHECK_S = 1.0  # between looks at the list of routers that nothing has asked for
+RECONNECT_S = 0.2  # after a connection has ended, to the next one
+MAX_TRIES = 8  # routers that one request is sent to, until it is refused
 RETRY_INTERVAL_S = 1.0
 OPENING_S = 10.0  # that a new request waits for a router that runs but is not connected yet
 DRAINING = "the server is shutting down and accepts no new requests"
@@ -61,12 +66,21 @@ class ReplicaDirectory(Protocol):
 
     def handle(self, replica_id: str) -> RouterHandle: ...
 
+    def place(self) -> IngressPlace:
+        """This ingress's number among all ingresses, at present."""
+
+    def subscribe(self, changed: Callable[[], object]) -> None:
+        """Have `changed` called, from any thread, when `replica_ids` has changed."""
+
     def lost_nodes(self) -> Collection[str]:
         """IDs of the nodes that have died; none if they are not known. Blocks."""
 
 
 class RouterPool:
-    """One ingress replica's routers. Construct it inside the event loop, then `start` it."""
+    """One ingress replica's routers. Construct it inside the event loop, then `start` it.
+
+    Where there are many, it connects to some of them only (`subset`).
+    """
 
     def __init__(self, directory: ReplicaDirectory, config: ServingConfig) -> None:
         self._directory = directory
@@ -74,9 +88,13 @@ class RouterPool:
         self._clients: dict[str, RouterClient] = {}
         self._prefixes = PrefixIndex(config.routing.prefix_block_size, config.routing.prefix_blocks)
         self._random = random.Random()
-        self._changed = asyncio.Event()
+        self._changed = asyncio.Event()  # a router has connected or disconnected
+        self._must_read = asyncio.Event()  # the list of routers may have changed
+        self._clock = asyncio.get_running_loop().time
+        self._breadth = Breadth(self._clock())
+        self._subset: set[str] = set()  # replica IDs of the routers to be connected to
         self._tasks = Tasks()
-        self.drafter_rollout = DrafterRollout(config.speculative, self._clients, self._tasks)
+        self.drafter_rollout = DrafterRollout(config.speculative, self._clients, self._routers, self._tasks)
         self._is_draining = False
         self._is_replacing = False  # Serve stops the last router that was open, to start another one
         self._last_info: RouterInfo | None = None
@@ -88,7 +106,7 @@ class RouterPool:
         self._explained_ends: set[str] = set()  # replica IDs of engines that requests given up had ended
 
     def start(self) -> None:
-        self._started_at = asyncio.get_running_loop().time()
+        self._started_at = self._clock()
         self._tasks.spawn(self._watch_directory())
 
     async def close(self) -> None:
@@ -143,17 +161,17 @@ class RouterPool:
         the routers that have connected since.
         """
         self._is_draining = True
-        clients = [client for client in self._clients.values() if client.info is not None]
-        calls = [client.drain() for client in clients if not client.is_draining]
-        await asyncio.gather(*calls, return_exceptions=True)
-        return sum(client.num_unfinished for client in clients)
+        routers = self._routers()
+        answers = await asyncio.gather(*(router.drain() for router in routers), return_exceptions=True)
+        known = sum(client.num_unfinished for client in self._clients.values())
+        return max(known, sum(answer for answer in answers if isinstance(answer, int)))
 
     async def stats(self) -> dict[str, Snapshot]:
-        """Metrics of every connected router, by replica ID. EngineDeadError if no router answers."""
-        clients = [client for client in self._clients.values() if client.info is not None]
-        snapshots = await asyncio.gather(*(client.stats() for client in clients), return_exceptions=True)
-        pairs = zip(clients, snapshots, strict=True)
-        found = {client.replica_id: snapshot for client, snapshot in pairs if not isinstance(snapshot, BaseException)}
+        """Metrics of every router, by replica ID. EngineDeadError if none answers."""
+        routers = self._routers()
+        snapshots = await asyncio.gather(*(router.stats() for router in routers), return_exceptions=True)
+        pairs = zip(routers, snapshots, strict=True)
+        found = {router.replica_id: snapshot for router, snapshot in pairs if not isinstance(snapshot, BaseException)}
         if not found:
             raise EngineDeadError(NOT_READY)
         return found
@@ -163,14 +181,20 @@ class RouterPool:
 
         EngineDeadError if an engine does not answer.
         """
-        clients = [client for client in self._clients.values() if client.info is not None]
-        await _all(client.abort_of(tenant, name) for client in clients)
+        await _all(router.abort_of(tenant, name) for router in self._routers())
 
     async def flush_caches(self) -> list[str]:
         """Evict idle blocks from all prefix caches. Returns the replica IDs; EngineDeadError if one does not answer."""
-        clients = [client for client in self._clients.values() if client.info is not None]
-        await _all(client.flush_cache() for client in clients)
-        return [client.replica_id for client in clients]
+        routers = self._routers()
+        await _all(router.flush_cache() for router in routers)
+        return [router.replica_id for router in routers]
+
+    def _routers(self) -> list[RouterCalls]:
+        """The connected routers, and those that only other ingresses are connected to, in the order of their IDs."""
+        connected = {name: client for name, client in self._clients.items() if client.info is not None}
+        others = set(self._directory.replica_ids()) - self._subset - connected.keys()
+        calls = [RouterCalls(replica_id, self._directory.handle(replica_id)) for replica_id in others]
+        return sorted([*connected.values(), *calls], key=lambda router: router.replica_id)
 
     async def wait_for_router(self, timeout_s: float = inf) -> None:
         """Wait while no router accepts requests but one is expected, for at most `timeout_s`.
@@ -179,17 +203,16 @@ class RouterPool:
         requests, and the new one starts or is being connected. EngineDeadError if there is still none, or if as many
         requests wait as one engine's queue may have.
         """
-        clock = asyncio.get_running_loop().time
-        start = clock()
+        start = self._clock()
         if not self._is_open and self._num_waiting >= self._config.max_queued_requests:
             raise EngineDeadError(NOT_READY)
         self._num_waiting += 1
         try:
             while not self._is_open:
                 until = start + min(timeout_s, self._patience_s)
-                if clock() >= until:
+                if self._clock() >= until:
                     raise EngineDeadError(DRAINING if self.is_draining else NOT_READY)
-                await self.wait_for_change(min(until, clock() + DIRECTORY_POLL_S))
+                await self.wait_for_change(min(until, self._clock() + RECONNECT_S))
         finally:
             self._num_waiting -= 1
 
@@ -204,7 +227,7 @@ class RouterPool:
             return 0.0
         if self._is_replacing:
             return self.failover_s
-        is_new = asyncio.get_running_loop().time() < self._started_at + OPENING_S
+        is_new = self._clock() < self._started_at + OPENING_S
         return OPENING_S if is_new or self._directory.replica_ids() else 0.0
 
     def check_queues(self) -> None:
@@ -233,13 +256,12 @@ class RouterPool:
         Each router that is tried gets a new listener. One that is lost while it is tried notifies its listener in
         addition to refusing the requests, and that notification must not reach the next router's listener.
         """
-        prompt = requests[0].prompt_token_ids
-        namespace = requests[0].cache_salt
+        prefixes = self._prefixes.hashes(requests[0].cache_salt, requests[0].prompt_token_ids)
         states = [client.state for client in self._clients.values()]
-        cached = self._prefixes.cached(namespace, prompt)
-        route = choose_route(states, cached, self._random, self._config.routing, session)
+        cached = self._prefixes.cached(prefixes)
+        route = choose_route(states, cached, self._random, self._config.routing, session, prefixes)
         refusal: SpecRayError = EngineDeadError(NOT_READY)
-        for replica_id in route.replica_ids:
+        for replica_id in route.replica_ids[:MAX_TRIES]:
             client = self._clients.get(replica_id)
             if client is None:
                 continue
@@ -252,7 +274,7 @@ class RouterPool:
                 if error.status not in (QueueFullError.status, EngineDeadError.status):
                     break  # every router would refuse it
             else:
-                self._prefixes.record(replica_id, namespace, prompt)
+                self._prefixes.record(replica_id, prefixes)
                 return client
         raise refusal
 
@@ -284,34 +306,40 @@ class RouterPool:
     async def wait_for_change(self, until: float) -> None:
         """Wait until a router connects or disconnects, at most until `until` on the loop's clock."""
         self._changed.clear()
-        try:
-            async with asyncio.timeout_at(until):
-                await self._changed.wait()
-        except TimeoutError:
-            return
+        await _wait(self._changed, until)
 
     async def _watch_directory(self) -> None:
-        """Keep one client per running router."""
+        """Keep one client per router of our subset."""
+        loop = asyncio.get_running_loop()
+        self._directory.subscribe(lambda: loop.call_soon_threadsafe(self._must_read.set))
         while True:
+            self._must_read.clear()
             try:
                 self._read_directory()
             except Exception:  # an ingress that follows no routers must not go on so
                 logger.exception("the list of routers cannot be read; trying again")
-            await asyncio.sleep(DIRECTORY_POLL_S)
+            await _wait(self._must_read, loop.time() + DIRECTORY_CHECK_S)
 
     def _read_directory(self) -> None:
         running = set(self._directory.replica_ids())
-        for replica_id in running - self._clients.keys():
+        states = [client.state for client in self._clients.values()]
+        is_free = any(state.is_open and not state.is_last_resort for state in states)
+        self._breadth.update(self._clock(), is_free=is_free, has_all=running <= self._subset)
+        self._subset = engines_of(self._directory.place(), sorted(running), self._breadth.value)
+        for replica_id in self._subset - self._clients.keys():
             self._connect(replica_id)
-        for replica_id in self._clients.keys() - running:
-            self._stop_using(self._clients[replica_id])
+        for replica_id, client in self._clients.items():
+            if replica_id in running:
+                client.is_wanted = replica_id in self._subset
+            else:
+                self._stop_using(client)
         self._prefixes.keep_only(self._clients.keys())
         self.drafter_rollout.propagate()
 
     def _stop_using(self, client: RouterClient) -> None:
         """Serve no longer lists the router, because it has ended or is about to be replaced."""
         was_open = client.state.is_open
-        client.close_when_idle()
+        client.stop_using()
         if was_open and not self._is_open:
             self._is_replacing = True
 
@@ -325,11 +353,19 @@ class RouterPool:
         def on_close() -> None:
             del self._clients[replica_id]  # reconnected by `_watch_directory` if the router still runs
             self._changed.set()
+            asyncio.get_running_loop().call_later(RECONNECT_S, self._must_read.set)
 
         handle = self._directory.handle(replica_id)
         client = RouterClient(replica_id, handle, self._config.server.lease_s, on_open, on_close)
         self._clients[replica_id] = client
         client.start()
+
+
+async def _wait(event: asyncio.Event, until: float) -> None:
+    """Wait for an event, at most until `until` on the loop's clock."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout_at(until):
+            await event.wait()
 
 
 async def _all(calls: Iterable[Awaitable[None]]) -> None:
@@ -369,7 +405,7 @@ class RequestStream:
             except SpecRayError as error:
                 if error.status != EngineDeadError.status or clock() >= give_up_at:
                     raise
-                await self._router_pool.wait_for_change(min(give_up_at, clock() + DIRECTORY_POLL_S))
+                await self._router_pool.wait_for_change(min(give_up_at, clock() + RECONNECT_S))
                 await self._router_pool.wait_for_router(self._deadline - clock())
 
     async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:

@@ -17,9 +17,36 @@ def test_a_heartbeat_has_the_number_of_requests_of_other_ingresses() -> None:
         connections.add("a", ["1", "2"])
         connections.add("b", ["3"])
         connections.remove(["1"])
-        connections.broadcast(RouterHeartbeat(0.0, None, 0.0))
+        connections.send_heartbeat(RouterHeartbeat(0.0, None, 0.0))
         received = {name: await anext(stream) for name, stream in streams.items()}
         assert {name: heartbeat.num_others for name, heartbeat in received.items()} == {"a": 1, "b": 1, "c": 2}
+
+    asyncio.run(scenario())
+
+
+def test_later_heartbeats_have_only_what_the_ingress_does_not_assume() -> None:
+    """A time since the last token that has grown by the time since the last heartbeat is what it assumes."""
+    now = 0.0
+
+    async def scenario() -> None:
+        nonlocal now
+        connections = Connections(lambda _: None, 1.0, lambda: now)
+        stream = connections.stream("a", INFO)
+        assert await anext(stream) == INFO
+        for since_token_s, kv_usage, expected in (
+            (7.0, 0.5, RouterHeartbeat(0.5, 2.0, 7.0)),
+            (7.5, 0.5, {}),
+            (8.01, 0.5, {}),
+            (0.1, 0.75, {"since_token_s": 0.1, "kv_usage": 0.75}),
+            (0.6, 0.75, {}),
+        ):
+            connections.send_heartbeat(RouterHeartbeat(kv_usage, 2.0, since_token_s))
+            assert await anext(stream) == expected
+            now += 0.5
+        other = connections.stream("b", INFO)
+        assert await anext(other) == INFO
+        connections.send_heartbeat(RouterHeartbeat(0.75, 2.0, 1.1))
+        assert (await anext(stream), await anext(other)) == ({}, RouterHeartbeat(0.75, 2.0, 1.1))
 
     asyncio.run(scenario())
 

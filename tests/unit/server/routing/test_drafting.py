@@ -227,7 +227,7 @@ def test_only_the_present_connection_of_an_engine_is_asked_again(monkeypatch: py
         old, new = Client("late", 1), Client("late", 1)
         clients: dict[str, Any] = {"early": Client("early", 2), "late": old}
         tasks = Tasks()
-        rollout = DrafterRollout(SMALL, clients, tasks)
+        rollout = DrafterRollout(SMALL, clients, lambda: [], tasks)
         rollout.propagate()
         await asyncio.sleep(0.05)
         clients["late"] = new

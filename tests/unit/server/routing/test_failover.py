@@ -13,8 +13,7 @@ import specray.server.routing.client
 import specray.server.routing.router_pool
 from specray.engine.request import EngineRequest
 from specray.server.routing.messages import Refusal
-from specray.server.routing.router_pool import DIRECTORY_POLL_S
-from tests.support.scripted_server import TEXT, Replica, ReplicaHandle, Serve, Server
+from tests.support.scripted_server import LOOK_S, TEXT, Replica, ReplicaHandle, Serve, Server
 
 BODY = {"prompt": "ab", "max_tokens": 120, "seed": 5}
 SLOW = {"step_s": 0.01}
@@ -206,7 +205,7 @@ def test_failover_at_any_token_leaves_the_text_unchanged(
     serve: Serve, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Engines die anywhere: inside a character, inside a possible stop string, before the first token."""
-    monkeypatch.setattr(specray.server.routing.router_pool, "DIRECTORY_POLL_S", 0.01)
+    monkeypatch.setattr(specray.server.routing.router_pool, "DIRECTORY_CHECK_S", 0.01)
     rng = random.Random(seed)
     bodies = [
         BODY | {"max_tokens": 90, "logprobs": 1},
@@ -273,7 +272,7 @@ def test_a_new_version_of_the_last_engine_is_waited_for(serve: Serve) -> None:
                 new = await server.add_replica()
                 new.freeze()  # its connection takes a moment
                 old.is_stopping = True
-                await asyncio.sleep(1.5 * DIRECTORY_POLL_S)  # the ingress knows of both
+                await asyncio.sleep(1.5 * LOOK_S)  # the ingress knows of both
                 asyncio.get_running_loop().call_later(0.3, new.thaw)
                 replies = await asyncio.gather(*(server.http.post("/v1/completions", json=BODY) for _ in range(8)))
                 assert [reply.status_code for reply in replies] == [200] * 8
@@ -285,7 +284,7 @@ def test_an_engine_that_stops_before_the_ingress_knows_refuses_nothing(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests are still sent to it, and Serve hands them to an engine that has no connection of this ingress."""
-    monkeypatch.setattr(specray.server.routing.router_pool, "DIRECTORY_POLL_S", 0.3)
+    monkeypatch.setattr(specray.server.routing.router_pool, "DIRECTORY_CHECK_S", 0.3)
 
     async def scenario() -> None:
         async with serve() as server:

@@ -201,7 +201,7 @@ def test_ends_that_no_request_can_have_caused_are_not_counted(
                     await retire(server, lost)
                 else:
                     server.nodes_lost.append(f"node-{number}")
-                    lost.router._connections.broadcast(lost.router._info._replace(node_id=f"node-{number}"))
+                    lost.router._connections.send_info(lost.router._info._replace(node_id=f"node-{number}"))
                     await asyncio.sleep(0.02)
                 lost.kill()
                 await asyncio.sleep(0.05)

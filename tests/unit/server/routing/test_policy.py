@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from specray.server.config import RoutingOptions
-from specray.server.routing.policy import KV_FULL, PrefixIndex, ReplicaState, Route, choose_route
+from specray.server.routing.policy import KV_FULL, PrefixIndex, ReplicaState, Route, choose_route, in_order_of
 
 OPTIONS = RoutingOptions()
 IDS = [f"router#{index}" for index in range(6)]
@@ -26,6 +26,7 @@ def states(draw: st.DrawFn, replica_id: str) -> ReplicaState:
         acceptance_length=draw(st.sampled_from([None, 1.0, 2.5, 4.0, 0.0, float("nan"), float("inf")])),
         is_alive=draw(st.booleans()),
         is_draining=draw(st.booleans()),
+        is_last_resort=draw(st.booleans()),
     )
 
 
@@ -59,7 +60,7 @@ def test_a_route_holds_each_open_replica_once_and_is_deterministic(
 def test_the_imbalance_is_bounded_for_any_cache_contents(
     cluster: list[ReplicaState], cached: dict[str, int], seed: int, session: str, ratio: float, slack: float
 ) -> None:
-    cluster = [replace(r, acceptance_length=None) for r in cluster]
+    cluster = [replace(r, acceptance_length=None, is_last_resort=False) for r in cluster]
     options = RoutingOptions(max_load_ratio=ratio, load_slack=slack)
     ids = choose_route(cluster, cached, Random(seed), options, session).replica_ids
     load = {r.replica_id: r.num_requests for r in cluster}
@@ -137,6 +138,67 @@ def test_a_session_on_an_overloaded_replica_moves_to_the_same_second_choice() ->
     assert choose_route(others, {}, Random(0), OPTIONS, "alice").replica_ids[0] == place(home)
 
 
+def test_replicas_of_last_resort_come_last_and_first_only_if_all_are() -> None:
+    late, busy = replace(idle("late"), is_last_resort=True), idle("busy", 40)
+    assert choose_route([late, busy], {"late": 640}, Random(0), OPTIONS, "alice", [1, 2]).replica_ids == [
+        "busy",
+        "late",
+    ]
+    both = [late, replace(busy, is_last_resort=True)]
+    assert choose_route(both, {}, Random(0), OPTIONS).replica_ids == ["late", "busy"]
+
+
+PREFIXES = st.lists(st.integers(), min_size=1, max_size=4)
+
+
+@given(PREFIXES, st.integers(), st.randoms(), st.sets(st.sampled_from(IDS), max_size=2))
+def test_equal_prefixes_meet_at_one_replica_from_every_ingress(
+    prefixes: list[int], other: int, random: Random, gone: set[str]
+) -> None:
+    """Ingresses have different subsets of the replicas in any order, and know nothing of what others sent."""
+
+    def place(names: list[str], text: list[int]) -> str:
+        random.shuffle(names)
+        seen = [idle(name) for name in names]
+        return choose_route(seen, {}, Random(random.random()), OPTIONS, prefixes=text).replica_ids[0]
+
+    home = place(list(IDS), prefixes)
+    assert place(list(IDS), [*prefixes, other]) == home
+    left = [name for name in IDS if name not in gone]
+    if home in left:
+        assert place(left, prefixes) == home
+
+
+def test_a_prefix_goes_to_its_second_home_only_while_the_first_has_more_to_do() -> None:
+    def place(*loads: int) -> str:
+        cluster = [idle(name, load) for name, load in zip(IDS, loads, strict=False)]
+        return choose_route(cluster, {}, Random(0), OPTIONS, prefixes=[7]).replica_ids[0]
+
+    first, second = in_order_of("7", IDS[:4])[:2]
+    for load, expected in ((0, first), (1, first), (2, second), (4, second)):
+        assert place(*(load if name == first else 0 for name in IDS[:4])) == expected
+
+
+def test_among_replicas_with_a_common_prefix_what_follows_it_decides() -> None:
+    """A system prompt is cached everywhere; each conversation below it still meets its own replica."""
+    cached = dict.fromkeys(IDS, 2 * OPTIONS.prefix_block_size)
+    places = {
+        choose_route([idle(name) for name in IDS], cached, Random(seed), OPTIONS, prefixes=[1, 2, user]).replica_ids[0]
+        for user in range(60)
+        for seed in range(2)
+    }
+    assert places == set(IDS)
+    one = [
+        choose_route([idle(name) for name in IDS], cached, Random(seed), OPTIONS, prefixes=[1, 2, 3]).replica_ids[0]
+        for seed in range(8)
+    ]
+    assert len(set(one)) == 1
+
+
+def test_hashes_are_equal_in_every_process() -> None:
+    assert PrefixIndex(2, 8).hashes("tenant", [1, 2, 3, 4]) == [6759951374768008054, 5026174277851270386]
+
+
 def test_without_prefix_or_session_the_less_loaded_of_two_random_replicas_wins() -> None:
     cluster = [idle(name, index) for index, name in enumerate(IDS[:4])]
     random = Random(3)
@@ -150,11 +212,11 @@ def test_without_prefix_or_session_the_less_loaded_of_two_random_replicas_wins()
 def test_the_prefix_index_matches_what_was_sent(sent: list[list[int]], size: int) -> None:
     index = PrefixIndex(size, max_blocks=1000)
     for number, tokens in enumerate(sent):
-        index.record(IDS[number % 2], "", tokens)
+        index.record(IDS[number % 2], index.hashes("", tokens))
     for tokens in sent:
         for place in range(min(2, len(sent))):
             expected = max(size * (_common(tokens, other) // size) for n, other in enumerate(sent) if n % 2 == place)
-            assert index.cached("", tokens)[IDS[place]] == expected
+            assert index.cached(index.hashes("", tokens))[IDS[place]] == expected
 
 
 def _common(left: list[int], right: list[int]) -> int:
@@ -163,9 +225,9 @@ def _common(left: list[int], right: list[int]) -> int:
 
 def test_namespaces_share_no_blocks() -> None:
     index = PrefixIndex(4, 100)
-    index.record("a", "tenant", [1, 2, 3, 4])
-    assert index.cached("tenant", [1, 2, 3, 4, 5]) == {"a": 4}
-    assert index.cached("other", [1, 2, 3, 4, 5]) == {"a": 0}
+    index.record("a", index.hashes("tenant", [1, 2, 3, 4]))
+    assert index.cached(index.hashes("tenant", [1, 2, 3, 4, 5])) == {"a": 4}
+    assert index.cached(index.hashes("other", [1, 2, 3, 4, 5])) == {"a": 0}
 
 
 @given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=16), min_size=1, max_size=40), st.integers(1, 12))
@@ -174,20 +236,22 @@ def test_the_prefix_index_is_bounded_and_evicts_the_ends_of_old_texts_first(
 ) -> None:
     index = PrefixIndex(1, max_blocks)
     for tokens in sent:
-        index.record("a", "", tokens)
+        index.record("a", index.hashes("", tokens))
         assert len(index._blocks["a"]) <= max_blocks
-        assert index.cached("", tokens)["a"] == min(len(tokens), max_blocks)  # the newest text is complete, if it fits
+        assert index.cached(index.hashes("", tokens))["a"] == min(
+            len(tokens), max_blocks
+        )  # the newest text is complete, if it fits
         for other in sent:  # known blocks of a text are a prefix
-            blocks = [block in index._blocks["a"] for block in index._hashes("", other)]
+            blocks = [block in index._blocks["a"] for block in index.hashes("", other)]
             assert blocks == sorted(blocks, reverse=True)
 
 
 def test_lost_replicas_are_removed_from_the_index() -> None:
     index = PrefixIndex(1, 10)
     for name in IDS:
-        index.record(name, "", [1, 2])
+        index.record(name, index.hashes("", [1, 2]))
     index.keep_only(IDS[:2])
-    assert index.cached("", [1, 2]) == {IDS[0]: 2, IDS[1]: 2}
+    assert index.cached(index.hashes("", [1, 2])) == {IDS[0]: 2, IDS[1]: 2}
 
 
 class Conversations:
@@ -216,12 +280,13 @@ class Conversations:
         text = self.texts[client]
         text += [next(self._words) for _ in range(32)]
         loads = Counter(where for _, where in self.in_flight.values())
-        cached = self.index.cached("", text)
+        hashes = self.index.hashes("", text)
+        cached = self.index.cached(hashes)
         cluster = [idle(name, loads[name]) for name in self.ids]
         place = choose_route(cluster, cached if self._by_prefix else {}, self._random, OPTIONS).replica_ids[0]
         self.num_tokens += len(text)
         self.num_hits += cached.get(place, 0)
-        self.index.record(place, "", text)
+        self.index.record(place, hashes)
         self.in_flight[client] = (self._random.randint(2, 8), place)
 
 

@@ -1,0 +1,52 @@
+"""Which engines an ingress has streams to, where there are many. `policy` decides which of them gets a request."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from specray.server.routing.policy import in_order_of
+
+ENGINES_PER_INGRESS = 16  # with as many engines, or fewer, every ingress has a stream to each
+INGRESSES_PER_ENGINE = 2  # at least, so that no engine idles while one of them restarts
+SHORT_S = 0.5  # without an engine that takes requests, after which an ingress gets more
+LESS_AFTER_S = 30.0  # after which it tries to do without these
+
+
+class IngressPlace(NamedTuple):
+    """An ingress replica's number among all of them."""
+
+    rank: int = 0
+    num_ingresses: int = 1
+
+
+def engines_of(place: IngressPlace, engine_ids: Sequence[str], breadth: int = 1) -> set[str]:
+    """The engines that an ingress has streams to.
+
+    Each engine is given to the ingresses that come first in its order of them. So every engine has some, and nothing
+    changes for others when one starts or ends. All ingresses together have max(ENGINES_PER_INGRESS x ingresses,
+    INGRESSES_PER_ENGINE x engines) streams, or somewhat fewer, times `breadth`, up to all engines for each.
+    """
+    rank, num_ingresses = place.rank, max(place.num_ingresses, place.rank + 1)
+    num_each = max(INGRESSES_PER_ENGINE, ENGINES_PER_INGRESS * num_ingresses // max(1, len(engine_ids))) * breadth
+    if num_each >= num_ingresses:
+        return set(engine_ids)
+    ranks = [str(number) for number in range(num_ingresses)]
+    return {engine_id for engine_id in engine_ids if str(rank) in in_order_of(engine_id, ranks)[:num_each]}
+
+
+class Breadth:
+    """How many times its own engines an ingress uses: more while none of them takes requests. `now` is in seconds."""
+
+    def __init__(self, now: float) -> None:
+        self.value = 1
+        self._since = self._free_at = now
+
+    def update(self, now: float, *, is_free: bool, has_all: bool) -> None:
+        """`is_free`: a connected engine takes requests; `has_all`: the ingress uses every engine."""
+        if is_free or has_all:
+            self._free_at = now
+        if now - self._free_at > SHORT_S:
+            self.value *= 2
+            self._since = self._free_at = now
+        elif self.value > 1 and now - self._since > LESS_AFTER_S:
+            self.value //= 2
+            self._since = now
