@@ -165,6 +165,12 @@ class ShadowOptions(Options):
     share: float = Field(
         0.05, gt=0.0, le=1.0, description="Share of requests for which the shadow drafter drafts as well."
     )
+    promotes: bool = Field(
+        False,
+        description="Give the requests to a shadow that is better with 95 % confidence, and back if acceptance "
+        "collapses.",
+    )
+    is_former: bool = Field(False, description="Set by a promotion: the shadow was in use before.")
 
 
 class SpeculativeConfig(DrafterOptions):
@@ -194,6 +200,13 @@ class SpeculativeConfig(DrafterOptions):
         "max_step_draft_tokens; auto drafts what generates the most tokens per "
         "second, by costs and acceptance measured while serving. null is auto in a "
         "server on CPUs where one seed gives one text, else static.",
+    )
+
+    plain_share: float = Field(
+        0.0,
+        ge=0.0,
+        le=0.5,
+        description="Share of steps without drafts, to measure the speed-up; budget: auto has them anyway.",
     )
 
     verification: Literal["coupled", "rejection"] = Field(
@@ -378,6 +391,11 @@ class SpeculativeConfig(DrafterOptions):
             raise ConfigError(
                 f"speculative.shadow.drafter={name!r} leaves no drafter to verify; add another one to "
                 "speculative.drafters, or choose another default_drafter"
+            )
+        if self.shadow.promotes and self.default_drafter is None and len(self.drafters) > 2:
+            raise ConfigError(
+                f"speculative.shadow.promotes=true: {name!r} would take the place of several drafters; set "
+                "default_drafter to the one that it is compared with"
             )
         if not self.ignores_drafts:
             raise ConfigError(

@@ -91,6 +91,14 @@ METRICS = (
         "counter",
         "Trees verified, including those without drafts; one per request and step after the first token.",
     ),
+    Metric(
+        "specray_drafted_seconds_total",
+        "counter",
+        "Time of steps with drafts that only decode, since plain ones with as many requests were measured.",
+    ),
+    Metric(
+        "specray_drafted_plain_seconds_total", "counter", "Time that plain steps would have taken for the same tokens."
+    ),
     Metric("specray_draft_budget_tokens_total", "counter", "Draft tokens that steps were allowed, root not counted."),
     Metric("specray_spec_decode_num_drafts_total", "counter", "Verified trees with at least one draft token."),
     Metric("specray_spec_decode_num_draft_tokens_total", "counter", "Draft tokens verified, root not counted."),
@@ -134,6 +142,16 @@ METRICS = (
         "Draft tokens of these trees that the target would have accepted.",
         "drafter",
     ),
+    # Gauges, because they begin anew when another drafter becomes the shadow or the default.
+    Metric(
+        "specray_shadow_pair_requests",
+        "gauge",
+        "Finished requests whose shadow trees were compared with those verified in their place.",
+        "drafter",
+    ),
+    Metric("specray_shadow_pair_trees", "gauge", "Trees of these requests.", "drafter"),
+    Metric("specray_shadow_pair_gain", "gauge", "Accepted tokens of these trees, less those verified.", "drafter"),
+    Metric("specray_shadow_pair_gain_squares", "gauge", "Sum of the squares of each request's gain.", "drafter"),
     Metric("specray_time_to_first_token_seconds", "histogram", "From arrival in the engine to the first token."),
     Metric("specray_time_per_output_token_seconds", "histogram", "Mean gap between a finished request's tokens."),
     Metric("specray_inter_token_latency_seconds", "histogram", "Gap between a request's steps with output."),

@@ -37,6 +37,11 @@ class DrafterUse(NamedTuple):
     num_shadow_trees: int = 0  # trees of earlier steps that were compared with the text
     num_shadow_drafts: int = 0  # nodes of these trees, the roots not counted
     num_shadow_accepted: int = 0
+    # Of requests that ended, by trees that were compared with those verified in their place (see PairedGain):
+    num_shadow_requests: int = 0
+    num_shadow_pairs: int = 0
+    shadow_gain: int = 0
+    shadow_gain_squares: int = 0
     num_faults: int = 0  # 1 if it could not draft
 
 

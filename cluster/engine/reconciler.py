@@ -6,6 +6,8 @@ from typing import Any
 from cluster.engine.supervisor import DrafterState, DrafterSupervisor
 from specray.config import SpeculativeConfig
 from specray.engine.async_engine import AsyncEngine
+from specray.engine.drafter_selection.paired_gain import PairedGain
+from specray.engine.drafter_selection.selector import PAIRED
 from specray.errors import ConfigError, SpecRayError
 from specray.metrics import Snapshot
 from specray.server.routing.messages import DesiredDrafter, Refusal
@@ -92,6 +94,8 @@ def _reports(speculative: SpeculativeConfig, snapshot: Snapshot) -> dict[str, An
             "requests": count("specray_drafter_requests_total", drafter.name),
             "accept_length": accept_length("drafter", "specray_drafter_verify_steps_total", drafter.name),
             "shadow_accept_length": accept_length("shadow", "specray_shadow_trees_total", drafter.name),
+            "shadow_gain": (gain := PairedGain(*(count(metric, drafter.name) for metric in PAIRED)))._asdict(),
+            "shadow_gain_interval": gain.interval,
         }
         for drafter in speculative.drafters
     }

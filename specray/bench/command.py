@@ -85,7 +85,13 @@ def engine_config(
 
     `pool_tokens` is the KV capacity for each running request if neither sets max_total_tokens. Raises ConfigError.
     """
-    config = served_config(path, **over)
+    fields = {**_engine_fields(path), **{name: value for name, value in over.items() if value is not None}}
+    try:
+        config = EngineConfig.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"{path or 'the options'}: {place}={first['input']!r}: {first['msg']}") from None
     if config.max_total_tokens is None:
         config = with_values(config, max_total_tokens=pool_tokens * concurrency)
     if config.max_running_requests < concurrency:
@@ -94,17 +100,6 @@ def engine_config(
             "lower the former or raise the latter in --config"
         )
     return config
-
-
-def served_config(path: Path | None, **over: str | int | None) -> EngineConfig:
-    """The engine options that a server has with a file (None: defaults) and those in `over` that are not None."""
-    fields = {**_engine_fields(path), **{name: value for name, value in over.items() if value is not None}}
-    try:
-        return EngineConfig.model_validate(fields)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"{path or 'the options'}: {place}={first['input']!r}: {first['msg']}") from None
 
 
 def _engine_fields(path: Path | None) -> dict[str, Any]:

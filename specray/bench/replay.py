@@ -1,16 +1,16 @@
 """`specray replay`: logged requests under other drafters, their accept lengths, and the speeds that follow from them.
 
-`teacher_forcing` replays the requests. Speeds follow from the costs of steps that a server has measured on this machine
-(`engine.draft_budget`), so none is printed where no server has run.
+`teacher_forcing` replays the requests, and `step_costs` measures what a step costs on this machine.
 """
 
 import json
 import sys
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import chain, islice
+from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
@@ -18,12 +18,12 @@ import yaml
 from tqdm import tqdm
 
 from specray.bench import machine
-from specray.bench.teacher_forcing import Replayed, Replayer
+from specray.bench.plots import save_tree_plot
+from specray.bench.step_costs import measure_costs
+from specray.bench.teacher_forcing import Replayed, Replayer, unusable
 from specray.bench.variants import PLAIN, parse_method
 from specray.config import EngineConfig, SpeculativeConfig, with_values
 from specray.engine.draft_budget.costs import StepCosts, StepShape
-from specray.engine.draft_budget.store import CostStore
-from specray.engine.executor import Capacity
 from specray.engine.request_log import LoggedRequest, read_log
 from specray.errors import ConfigError
 from specray.llm import LLM
@@ -38,77 +38,88 @@ class Arm:
     name: str
     speculative: SpeculativeConfig
     replayed: Replayed
-    tokens_per_s: dict[int, float] = field(default_factory=dict)  # by batch size; empty without measured costs
+    tokens_per_s: dict[int, float]  # by batch size
 
     @property
     def score(self) -> float:
-        """What arms are ranked by: the mean predicted speed, or without one the accept length."""
-        return geometric_mean(self.tokens_per_s.values()) if self.tokens_per_s else self.replayed.accept_length
+        """The mean predicted speed, by which arms are ranked."""
+        return geometric_mean(self.tokens_per_s.values())
 
 
-def run_and_report(options: Namespace, config: EngineConfig, served: EngineConfig) -> None:
-    """Run the command: read, replay, print, write. `served` is the configuration of the server that measured costs."""
+def run_and_report(options: Namespace, config: EngineConfig) -> None:
+    """Run the command: read, measure, replay, print, write."""
     methods = {name: parse_method(name, config) for name in options.arms if name != PLAIN}
     if not methods:
         raise ConfigError("--arms has plain decoding only, which drafts nothing; name a drafting method, such as ngram")
-    requests = list(islice(chain.from_iterable(map(read_log, options.logs)), options.limit))
-    llm = LLM(with_values(config, speculative=SpeculativeConfig()), progress=sys.stderr.isatty())
-    unusable: Counter[str] = Counter()
-    arms = []
-    for name, speculative in methods.items():
-        with_drafter = llm.with_speculative(speculative)
-        replayed, unusable = replay(name, with_drafter, requests)
-        costs = known_costs(served, speculative, with_drafter.engine.capacity)
-        arms.append(Arm(name, speculative, replayed, predicted_speeds(costs, replayed, options.batch_sizes)))
-        if PLAIN in options.arms and costs is not None and all(arm.name != PLAIN for arm in arms):
-            plain = Replayed([0], [0])
-            arms.append(Arm(PLAIN, SpeculativeConfig(), plain, predicted_speeds(costs, plain, options.batch_sizes)))
-    arms.sort(key=lambda arm: (not arm.tokens_per_s, -arm.score))
+    arms, left_out = evaluate(methods, config, read_logs(options.logs, options.limit), options.batch_sizes)
+    plain = arms[0]
+    arms.sort(key=lambda arm: -arm.score)
     print(to_table(arms, options.batch_sizes))
-    for reason, count in unusable.items():
-        print(f"{count} of {len(requests)} requests are left out: {reason}")
+    print_left_out(left_out)
     print(f"\n{yaml_block(arms[0])}\n{machine.one_line()}")
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(to_json(arms, unusable, config), indent=2) + "\n", encoding="utf-8")
+        options.json.write_text(json.dumps(to_json(arms, left_out, config), indent=2) + "\n", encoding="utf-8")
+    if options.plot is not None:
+        ratios = {
+            arm.name: {size: speed / plain.tokens_per_s[size] for size, speed in arm.tokens_per_s.items()}
+            for arm in arms
+        }
+        options.plot.parent.mkdir(parents=True, exist_ok=True)
+        if not save_tree_plot(options.plot, ratios, "predicted / plain decoding"):
+            print("no plot: matplotlib is not installed; run `pip install specray[train]` for one", file=sys.stderr)
 
 
-def replay(name: str, llm: LLM, requests: Sequence[LoggedRequest]) -> tuple[Replayed, Counter[str]]:
-    """(the steps of the engine's drafter on all requests, why others are left out). ConfigError if all of them are."""
+def read_logs(paths: Sequence[Path], limit: int | None) -> list[LoggedRequest]:
+    """The first `limit` requests of logs; None: all. Errors as for `read_log`."""
+    return list(islice(chain.from_iterable(map(read_log, paths)), limit))
+
+
+def evaluate(
+    methods: Mapping[str, SpeculativeConfig],
+    config: EngineConfig,
+    requests: Sequence[LoggedRequest],
+    batch_sizes: Sequence[int],
+) -> tuple[list[Arm], Counter[str]]:
+    """(plain decoding and these methods, why requests are left out). ConfigError if all of them are.
+
+    All draft whole trees: `budget: auto` cuts them to those that pay, so it is as fast at least.
+    """
+    plain = LLM(with_values(config, speculative=SpeculativeConfig()), progress=sys.stderr.isatty())
+    reasons = [unusable(request, plain.engine) for request in requests]
+    left_out = Counter(reason for reason in reasons if reason is not None)
+    usable = [request for request, reason in zip(requests, reasons, strict=True) if reason is None]
+    if not any(request.num_output_tokens > 1 for request in usable):
+        why = ", ".join(f"{count} {reason}" for reason, count in left_out.items()) or "they are too short"
+        raise ConfigError(f"no step of {len(requests)} logged requests can be replayed: {why}")
+    engines = {PLAIN: plain} | {name: plain.with_speculative(method) for name, method in methods.items()}
+    costs = measure_costs(engines, usable, batch_sizes, progress=sys.stderr.isatty())
+    arms = []
+    for name, llm in engines.items():
+        replayed = Replayed([0], [0]) if name == PLAIN else replay(name, llm, usable)
+        speeds = predicted_speeds(costs[name], replayed, batch_sizes)
+        arms.append(Arm(name, methods.get(name, SpeculativeConfig()), replayed, speeds))
+    return arms, left_out
+
+
+def replay(name: str, llm: LLM, requests: Sequence[LoggedRequest]) -> Replayed:
+    """The steps of the engine's drafter on all requests; the engine generates nothing afterwards."""
     replayer, replayed = Replayer(llm), Replayed()
-    unusable: Counter[str] = Counter()
     for request in tqdm(requests, desc=name, unit="request", disable=not sys.stderr.isatty()):
-        if (reason := replayer.unusable(request)) is None:
-            replayer.replay(request, replayed)
-        else:
-            unusable[reason] += 1
-    if not replayed.num_drafts:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in unusable.items())
-        raise ConfigError(
-            f"no step of {len(requests)} logged requests can be replayed: {reasons or 'they are too short'}"
-        )
-    return replayed, unusable
+        replayer.replay(request, replayed)
+    return replayed
 
 
-def known_costs(served: EngineConfig, speculative: SpeculativeConfig, capacity: Capacity) -> StepCosts | None:
-    """The costs that a server with these options has measured; or with another tree of the same drafter; or None."""
-    own = CostStore.of(with_values(served, speculative=speculative), capacity)
-    if own.path.exists():
-        return own.load()
-    is_same = all(
-        getattr(served.speculative, name) == getattr(speculative, name) for name in ("algorithm", "draft_model_path")
-    )
-    other = CostStore.of(served, capacity)
-    return other.load() if is_same and other.path.exists() else None
-
-
-def predicted_speeds(costs: StepCosts | None, replayed: Replayed, batch_sizes: Sequence[int]) -> dict[int, float]:
-    """Tokens/s by batch size, if all requests of a step draft whole trees; empty without costs."""
-    if costs is None:
-        return {}
+def predicted_speeds(costs: StepCosts, replayed: Replayed, batch_sizes: Sequence[int]) -> dict[int, float]:
+    """Tokens/s by batch size, if all requests of a step draft whole trees; prompts take no time."""
     mean, most = sum(replayed.num_drafts) / len(replayed.num_drafts), max(replayed.num_drafts)
     shapes = {size: StepShape(size, round(size * mean), most) for size in batch_sizes}
     return {size: size * replayed.accept_length / costs.seconds(shape) for size, shape in shapes.items()}
+
+
+def print_left_out(left_out: Counter[str]) -> None:
+    for reason, count in left_out.items():
+        print(f"{count} requests are left out: {reason}")
 
 
 def to_table(arms: Sequence[Arm], batch_sizes: Sequence[int]) -> str:
@@ -126,25 +137,22 @@ def to_table(arms: Sequence[Arm], batch_sizes: Sequence[int]) -> str:
         steps, replayed = len(arm.replayed.num_drafts), arm.replayed
         cells = [f"{replayed.accept_length:.3f}", f"{sum(replayed.num_drafts) / steps:.1f}", str(steps)]
         cells += [f"{1000 * replayed.draft_seconds / steps:.1f}"]
-        speeds = [f"{arm.tokens_per_s[size]:.1f}" if arm.tokens_per_s else "-" for size in batch_sizes]
+        speeds = [f"{arm.tokens_per_s[size]:.1f}" for size in batch_sizes]
         rows.append([arm.name, *(["1.000", "0.0", "-", "-"] if arm.name == PLAIN else cells), *speeds])
     return format_table(headers, rows, num_text_columns=1)
 
 
 def yaml_block(best: Arm) -> str:
-    """The best arm's options as a configuration has them; the first line says by which measure."""
+    """The best arm's options as a configuration has them; the first line has the predicted speeds."""
     if best.name == PLAIN:
         return "# specray replay: no arm is faster than plain decoding\nspeculative: {}\n"
-    if best.tokens_per_s:
-        speeds = ", ".join(f"{speed:.1f} tokens/s at batch size {size}" for size, speed in best.tokens_per_s.items())
-        reason = f"predicted {speeds}"
-    else:
-        reason = f"accept length {best.replayed.accept_length:.3f}, the longest; no costs are known, so not the speed"
+    speeds = ", ".join(f"{speed:.1f} tokens/s at batch size {size}" for size, speed in best.tokens_per_s.items())
     options = best.speculative.model_dump(exclude_defaults=True)
-    return f"# specray replay: {best.name}: {reason}\n{yaml.safe_dump({'speculative': options}, sort_keys=False)}"
+    block = yaml.safe_dump({"speculative": options}, sort_keys=False)
+    return f"# specray replay: {best.name}: predicted {speeds}\n{block}"
 
 
-def to_json(arms: Sequence[Arm], unusable: Counter[str], config: EngineConfig) -> dict[str, Any]:
+def to_json(arms: Sequence[Arm], left_out: Counter[str], config: EngineConfig) -> dict[str, Any]:
     """All figures, the arms best first."""
     return {
         "arms": {
@@ -158,7 +166,7 @@ def to_json(arms: Sequence[Arm], unusable: Counter[str], config: EngineConfig) -
             }
             for arm in arms
         },
-        "left_out": dict(unusable),
+        "left_out": dict(left_out),
         "machine": machine.describe_machine(),
         "versions": machine.versions(),
         "engine": config.model_dump(),

@@ -3,14 +3,14 @@
 import argparse
 from pathlib import Path
 
-from specray.bench.command import engine_config, served_config, variant_names
+from specray.bench.command import engine_config, variant_names
 from specray.bench.tune_command import batch_sizes
 from specray.cli.arguments import positive
 
 HELP = (
     "Compute what other drafters would have had accepted on requests that a server has logged (server.request_log): a "
     "seed's text is the same with any drafter, so the target computes each text once and samples nothing. Speeds "
-    "are predicted where a server on this machine has measured what its steps cost (speculative.budget: auto)."
+    "follow from the costs of steps, which are measured on this machine for a few seconds."
 )
 
 
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=variant_names,
         required=True,
         metavar="A,B",
-        help="drafting methods as in `specray bench`, such as eagle3:6-3-8,ngram:8; plain is shown with speeds",
+        help="drafting methods as in `specray bench`, such as eagle3:6-3-8,ngram:8; plain decoding is always shown",
     )
     add("--config", type=Path, metavar="FILE", help="Serve configuration, or YAML with engine options, of the server")
     add("--model", help="target model, overrides --config: embedded name, folder, .gguf file or hub name")
@@ -31,12 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sizes = "concurrent requests for which speeds are predicted (default: %(default)s)"
     add("--batch-sizes", type=batch_sizes, default="1,8", metavar="A,B", help=sizes)
     add("--json", type=Path, metavar="FILE", help="also write all figures, each step's included, to FILE")
+    add("--plot", type=Path, metavar="FILE", help="also draw the predicted speeds over plain decoding's, as PNG")
 
 
 def run(options: argparse.Namespace) -> int:
-    over = {"model": options.model, "dtype": options.dtype}
-    config, served = engine_config(options.config, 1, **over), served_config(options.config, **over)
+    config = engine_config(options.config, max(options.batch_sizes), model=options.model, dtype=options.dtype)
     from specray.bench.replay import run_and_report  # imports torch, which takes seconds
 
-    run_and_report(options, config, served)
+    run_and_report(options, config)
     return 0

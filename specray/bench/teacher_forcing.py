@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from specray.config import MAX_TREE_NODES
+from specray.engine.engine import Engine
 from specray.engine.new_request import sampling_options
 from specray.engine.request_log import LoggedRequest
 from specray.errors import ConfigError
@@ -97,19 +98,6 @@ class Replayer:
         self._drafts.release([SLOT])
         self._table.free(SLOT)
 
-    def unusable(self, logged: LoggedRequest) -> str | None:
-        """Why a request cannot be replayed; None if it can."""
-        if logged.is_redacted:
-            return "redacted"
-        if logged.is_lossy or logged.plain_token_ids is not None:  # by its options, or as an audit found
-            return "its text depended on the drafts"
-        if logged.params.grammar is not None:
-            return "a grammar changed its trees"
-        text = logged.prompt_token_ids + logged.output_token_ids
-        if max(text) >= self._capacity.vocab_size:
-            return "of another model"
-        return "longer than the KV pool or the context" if len(text) > self._max_length else None
-
     def _hidden_states(self, entry: NewRequest) -> Tensor:
         """The target's, [tokens - 1, len(aux_hidden_state_layers) * hidden], of a known text."""
         self._capture.parts.clear()
@@ -167,6 +155,20 @@ class _HiddenStateCapture(NoDrafts):
     def submit(self, context: ProposeContext) -> None:
         if context.aux_hidden_states is not None:
             self.parts.append(context.aux_hidden_states.clone())
+
+
+def unusable(logged: LoggedRequest, engine: Engine) -> str | None:
+    """Why a request cannot be replayed with an engine's target; None if it can."""
+    if logged.is_redacted:
+        return "redacted"
+    if logged.is_lossy or logged.plain_token_ids is not None:  # by its options, or as an audit found
+        return "its text depended on the drafts"
+    if logged.params.grammar is not None:
+        return "a grammar changed its trees"
+    text = logged.prompt_token_ids + logged.output_token_ids
+    if max(text) >= engine.capacity.vocab_size:
+        return "of another model"
+    return "longer than the KV pool or the context" if len(text) > engine.admission.max_length else None
 
 
 def _rows(hidden_states: Tensor, start: int, end: int) -> Tensor:

@@ -1,7 +1,8 @@
-"""The search for the fastest draft tree, by successive halving.
+"""The search for the fastest draft tree, by successive halving, or by a replay of logged requests.
 
 In every round plain decoding and the remaining trees take turns on the same prompts. Then the slower half is dropped.
-Trees are measured under the limit and the budget that a server with the same options would have.
+Trees are measured under the limit and the budget that a server with the same options would have. A replay (`replay`)
+compares whole trees, all in one round.
 """
 
 import argparse
@@ -20,10 +21,12 @@ from specray.bench.command import DEFAULT_DRAFTER
 from specray.bench.measure import Record, Settings
 from specray.bench.plots import save_tree_plot
 from specray.bench.prompts import Prompt, by_category, load_prompts
+from specray.bench.replay import evaluate, print_left_out, read_logs
 from specray.bench.report import ALL, speed_ratios, summarise
 from specray.bench.session import Session
 from specray.bench.variants import PLAIN, parse_method, tree_name, with_tree
 from specray.config import EngineConfig, SpeculativeConfig, with_values
+from specray.engine.request_log import LoggedRequest
 from specray.errors import ConfigError
 from specray.spec_decode import method_of
 from specray.tables import format_table
@@ -42,6 +45,7 @@ TREES = (
     "6-8-24",
     "7-8-32",
 )
+NUM_PROMPTS = 6  # of a round
 NODES = ("4", "6", "8", "12", "16", "24")  # for methods without other tree options
 
 
@@ -95,13 +99,18 @@ def run_and_report(options: argparse.Namespace, config: EngineConfig) -> None:
     method = options.method or (None if config.speculative.algorithm else DEFAULT_DRAFTER)
     speculative = parse_method(method, config) if method else config.speculative
     contenders = make_candidates(speculative, options.candidates)
-    prompts = _prompts(options.prompts, max(options.batch_sizes))
     settings = Settings(max_tokens=options.max_tokens, temperature=options.temperature, seed=options.seed)
-    session = Session(config, progress=sys.stderr.isatty())
-    budget = session.served_budget(speculative)
-    for candidate in contenders:
-        candidate.speculative = with_values(candidate.speculative, budget=budget)
-    outcome = search(session, contenders, prompts, settings, options.batch_sizes, options.rounds, options.limit)
+    if options.replay:
+        requests = read_logs(options.replay, options.limit)
+        outcome = by_replay(contenders, config, requests, options.batch_sizes)
+    else:
+        prompts = _prompts(options.prompts, max(options.batch_sizes))
+        session = Session(config, progress=sys.stderr.isatty())
+        budget = session.served_budget(speculative)
+        for candidate in contenders:
+            candidate.speculative = with_values(candidate.speculative, budget=budget)
+        limit = options.limit or NUM_PROMPTS
+        outcome = search(session, contenders, prompts, settings, options.batch_sizes, options.rounds, limit)
     block = yaml_block(outcome.best)
     print(f"{to_table(outcome)}\n\n{output(outcome)}\n\n{block}\n{machine.one_line()}")
     write_files(options.out, outcome, config, settings, block)
@@ -161,6 +170,23 @@ def search(
             for candidate in leaving:
                 session.drop(candidate.tree)
     return SearchResult(_ranked(left) + gone, {size: median(speeds) for size, speeds in plain.items()})
+
+
+def by_replay(
+    candidates: Sequence[Candidate],
+    config: EngineConfig,
+    requests: Sequence[LoggedRequest],
+    batch_sizes: Sequence[int],
+) -> SearchResult:
+    """Predict the speeds of all candidates for logged requests. ConfigError if none of these can be replayed."""
+    methods = {candidate.tree: candidate.speculative for candidate in candidates}
+    (plain, *arms), left_out = evaluate(methods, config, requests, batch_sizes)
+    print_left_out(left_out)
+    for candidate, arm in zip(candidates, arms, strict=True):
+        candidate.tokens_per_s = {size: [speed] for size, speed in arm.tokens_per_s.items()}
+        candidate.ratios = {size: [speed / plain.tokens_per_s[size]] for size, speed in arm.tokens_per_s.items()}
+        candidate.accept_lengths, candidate.num_rounds = [arm.replayed.accept_length], 1
+    return SearchResult(_ranked(candidates), plain.tokens_per_s)
 
 
 def prompts_of_round(prompts: Sequence[Prompt], number: int, count: int) -> list[Prompt]:

@@ -9,7 +9,8 @@ from specray.cli.arguments import positive
 
 HELP = (
     "Find the draft tree that is fastest on this machine, by measuring: plain decoding and all candidates take turns, "
-    "the slower half of the candidates is dropped after each round, and the best one is written as YAML."
+    "the slower half of the candidates is dropped after each round, and the best one is written as YAML. With --replay "
+    "the accept lengths are those of logged requests, and only the costs of steps are measured."
 )
 POOL_TOKENS = 4096  # less than for `specray bench`, because many variants are loaded at once
 
@@ -36,6 +37,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="trees as STEPS-TOPK-N, or numbers of nodes N (default: a list from small to large)",
     )
     add(
+        "--replay",
+        nargs="+",
+        type=Path,
+        default=(),
+        metavar="LOG",
+        help="find the best tree for the requests in files that server.request_log wrote, in one round without prompts",
+    )
+    add(
         "--rounds", type=positive, default=3, metavar="N", help="rounds, each with other prompts (default: %(default)s)"
     )
     add(
@@ -47,9 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--limit",
         type=positive,
-        default=6,
         metavar="N",
-        help="prompts per round, at least two for each concurrent request (default: %(default)s)",
+        help="prompts per round, at least two for each concurrent request (default: 6); of a log the first N requests "
+        "(default: all)",
     )
     add_target_and_sampling(parser, max_tokens=96)
     add(

@@ -25,7 +25,7 @@ TIMEOUT_S = 5.0
 CLEAR = "\x1b[H\x1b[J"  # cursor home, clear the screen
 WIDTH = 100
 LOAD = ("replica", "drafter", "last token", "running", "queued", "tokens/s", "KV used", "cache hits")
-DRAFTS = ("replica", "ranks", "accept len", "overall", "draft faults", "preemptions")
+DRAFTS = ("replica", "ranks", "accept len", "overall", "speedup", "faults", "preempted")
 
 Json = dict[str, Any]
 Counts = Mapping[str, float]  # of one replica: metric -> its sum over all labels
@@ -53,6 +53,7 @@ class ReplicaStatus(NamedTuple):
     tokens_per_s: float
     accept_length: float | None
     accept_length_overall: float | None
+    speedup_overall: float | None  # over plain decoding, measured; None until steps without drafts were
     kv_usage: float
     cache_hit_rate: float | None
     num_late_drafts: int  # steps that did not wait for their drafts
@@ -157,6 +158,9 @@ def _replica_status(name: str, old: Counts, new: Counts, before: ServerStatus, n
         tokens_per_s=increase("specray_generation_tokens_total") / (now.at - before.at),
         accept_length=_accept_length(increase(accepted), increase(steps)),
         accept_length_overall=_accept_length(new[accepted], new[steps]),
+        speedup_overall=_share(
+            new.get("specray_drafted_plain_seconds_total", 0.0), new.get("specray_drafted_seconds_total", 0.0)
+        ),
         kv_usage=new["specray_kv_cache_usage_perc"],
         cache_hit_rate=_share(new[hits], new[queries]),
         num_late_drafts=int(new.get("specray_late_drafts_total", 0)),
@@ -214,6 +218,7 @@ def _drafts(row: ReplicaStatus) -> list[str]:
         _ranks(row.rank_nodes),
         _or_dash(row.accept_length, "{:.2f}"),
         _or_dash(row.accept_length_overall, "{:.2f}"),
+        _or_dash(row.speedup_overall, "{:.2f}"),
         str(row.num_draft_faults),
         str(row.num_preemptions),
     ]

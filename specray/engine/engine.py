@@ -21,6 +21,7 @@ from specray.engine.executor import Executor
 from specray.engine.recorder import StatsRecorder
 from specray.engine.request import Emitted, EngineRequest, Request
 from specray.engine.scheduler import Scheduler
+from specray.engine.speedup import MeasuredSpeedup
 from specray.engine.stats import EngineStats
 from specray.outputs import FinishReason, RequestOutput
 from specray.step import StepPlan
@@ -43,7 +44,8 @@ class Engine:
         self._selector = self._make_selector(config.speculative)  # None until there are several drafters
         self._tracers: dict[str, DraftTracer] = {}  # of the requests that ask for a trace
         self._in_flight: deque[StepPlan] = deque()  # submitted and not collected
-        self._timer = StepTimer()  # used if the budget or the selector learns
+        self._speedup = MeasuredSpeedup(self.stats)
+        self._timer = StepTimer(self._speedup.record)
         self._pending_outputs: list[RequestOutput] = []  # not returned yet; kept if a step fails
         self._entering: Request | None = None  # is being queued
         self.drafter_name = config.speculative.drafter_name or "none"
@@ -98,9 +100,7 @@ class Engine:
         With two plans in flight, the ranks compute the next step while the outputs of this one are handled.
         """
         start = time.perf_counter()
-        is_timed = self.scheduler.budget.learns or self._selector is not None
-        if is_timed:
-            self._timer.start(start, is_busy=bool(self._in_flight))
+        self._timer.start(start, is_busy=bool(self._in_flight))
         self._end_overdue()
         if self.auditor is not None:
             self._audit(self.auditor)
@@ -109,8 +109,7 @@ class Engine:
         if self._in_flight:
             result, plan = self.executor.collect(), self._in_flight.popleft()
             assert result.step_id == plan.step_id, "a step failed, and the engine was used again"
-            if is_timed:
-                self._timer.end(time.perf_counter(), plan, result, self.scheduler.budget)
+            self._timer.end(time.perf_counter(), plan, result, self.scheduler.budget)
             if result.drafter_is_new:
                 self.scheduler.forget_read()
             computed = self.scheduler.emitted(plan, result)
@@ -137,7 +136,7 @@ class Engine:
         self.scheduler.budget = budget or self.new_budget(speculative, max_draft_tokens)
         self.capacity = self.capacity._replace(max_draft_tokens=max_draft_tokens)
         self.scheduler.max_draft_tokens = max_draft_tokens
-        self._timer = StepTimer()
+        self._timer = StepTimer(self._speedup.record)
         self._record.drafter(speculative.drafter_name)
         self.drafter_name = speculative.drafter_name or "none"
         if self._selector is None:

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from specray.config import MAX_TREE_NODES, EngineConfig
-from specray.engine.draft_budget import DraftBudget, Drafting, make_budget
+from specray.engine.draft_budget import DraftBudget, Drafting, draft_weights, make_budget
 from specray.engine.executor import Capacity
 from specray.engine.fair_queue import FairQueue
 from specray.engine.new_request import new_request
@@ -218,10 +218,11 @@ class Scheduler:
     def _draft_limits(self, work: Sequence[tuple[Request, int, list[int]]]) -> tuple[list[DraftLimit], bool]:
         """(limits for each request, whether the drafter is called after the step)."""
         samples = [num_tokens == request.num_pending_tokens for request, num_tokens, _ in work]
+        sampling = [(request, num_tokens) for (request, num_tokens, _), does in zip(work, samples, strict=True) if does]
+        weights = draft_weights([(request.spec.tenant, request.spec.priority) for request, _ in sampling])
         requests = [
-            Drafting(self._most_drafts(request), request.acceptance, _is_recorded(request), num_tokens > 1)
-            for (request, num_tokens, _), does in zip(work, samples, strict=True)
-            if does
+            Drafting(self._most_drafts(request), request.acceptance, _is_recorded(request), num_tokens > 1, weight)
+            for (request, num_tokens), weight in zip(sampling, weights, strict=True)
         ]
         chosen = self.budget.shares(requests, len(work) - len(requests))
         # A prompt is read although its own request takes no drafts: others may share it.

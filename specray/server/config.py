@@ -251,6 +251,13 @@ class ServingConfig(EngineConfig):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_promotion(self) -> Self:
+        if self.speculative.shadow.promotes and (self.server.admin_key_file is None or self.fixed_drafter):
+            why = self.fixed_drafter or "needs server.admin_key_file, with which drafters can be replaced"
+            raise ConfigError(f"speculative.shadow.promotes: {why}")
+        return self
+
     def draft_ranks(self, speculative: SpeculativeConfig) -> int:
         """Number of ranks that draft together with such a drafter."""
         return int(speculative.has_drafter)

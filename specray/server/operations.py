@@ -10,6 +10,7 @@ from specray.sampling_params import SamplingParams
 from specray.server.config import ServingConfig
 from specray.server.errors import ApiError
 from specray.server.model import ServedModel
+from specray.server.monitoring.metric_aliases import accept_length
 from specray.server.routing.client import NOT_READY
 from specray.server.routing.router_pool import DRAINING, RouterPool
 from specray.server.submission import RequestSubmitter
@@ -81,7 +82,10 @@ class OperationEndpoints:
             "rank_nodes": self._router_pool.rank_nodes,
             "absent_drafters": self._router_pool.absent_drafters,
             "num_failovers": self._router_pool.num_failovers,  # of this ingress replica
-            "internal_states": list((await self._router_pool.stats()).values()),
+            "internal_states": [
+                snapshot | {"avg_spec_accept_length": accept_length(snapshot)}  # SGLang's benchmarks print it
+                for snapshot in (await self._router_pool.stats()).values()
+            ],
         }
 
     def _check_not_draining(self) -> None:

@@ -1,10 +1,12 @@
 """Trees that are not verified but compared with the text: how many of their tokens the target would have accepted.
 
 With coupled verification the target accepts the path of a tree that its own next tokens follow, so the generated text
-shows which of its tokens would have been accepted.
+shows which of its tokens would have been accepted. The same text shows how many the tree had that was verified in its
+place, so the two are compared tree by tree (see `PairedGain`).
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -20,13 +22,29 @@ class Compared(NamedTuple):
     num_trees: int
     num_drafts: int  # nodes, the roots not counted
     num_accepted: int
+    # Of requests that ended since, over the trees in whose place another drafter's was verified:
+    num_requests: int = 0
+    num_pairs: int = 0
+    gain: int = 0  # accepted drafts, less those of the verified trees
+    gain_squares: int = 0  # sum of the squares of each request's gain
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A tree whose accepted path is not known yet."""
+
+    root: int  # position
+    tree: TreeLists
+    num_verified: int | None = None  # accepted drafts of the tree that was verified in its place, once known
 
 
 class ShadowTrees:
     """One drafter's trees that wait for the text after their roots, by slot."""
 
     def __init__(self) -> None:
-        self._waiting: dict[int, list[tuple[int, TreeLists]]] = {}  # with the position of the root
+        self._waiting: dict[int, list[_Waiting]] = {}
+        self._gains: dict[int, list[int]] = {}  # of the pairs of each running request
+        self._ended: list[list[int]] = []  # the same of requests that have ended
 
     def keep(self, requests: Sequence[DraftRequest], tree: DraftTree) -> None:
         """Trees of `requests`, in their order; copied to the host.
@@ -42,29 +60,36 @@ class ShadowTrees:
             size = min(1 + limit.num_tokens, num_likely)
             cut = TreeLists(lists.tokens[:size], lists.parents[:size])
             if limit.num_tokens and cut.tokens:
-                self._waiting.setdefault(request.slot, []).append((request.end, cut))
+                self._waiting.setdefault(request.slot, []).append(_Waiting(request.end, cut))
 
     def compare(self, context: ProposeContext) -> Compared:
         """Compare trees with the text that is known by now. Trees whose text is still too short keep waiting."""
-        counts = Compared(0, 0, 0)
+        num_trees = num_drafts = accepted = 0
+        now = {request.slot: request for request in context.requests + context.unfinished}
         for slot in [slot for slot in self._waiting if slot in context.table.states]:
-            token_ids, later = context.table.states[slot].token_ids, []
-            for root, tree in self._waiting[slot]:
-                num_accepted, is_known = accepted_path(tree, token_ids[root + 1 :])
-                if is_known:
-                    new = (1, len(tree.tokens) - 1, num_accepted)
-                    counts = Compared(*(a + b for a, b in zip(counts, new, strict=True)))
-                else:
-                    later.append((root, tree))
-            if later:
-                self._waiting[slot] = later
-            else:
-                del self._waiting[slot]
-        return counts
+            token_ids, waiting = context.table.states[slot].token_ids, self._waiting.pop(slot)
+            # A step without the drafter's knowledge may lie between: then nobody knows what the one after the tree did.
+            if (request := now.get(slot)) is not None and request.start == waiting[-1].root:
+                waiting[-1].num_verified = request.end - request.start - 1
+            for each in waiting:
+                num_accepted, is_known = accepted_path(each.tree, token_ids[each.root + 1 :])
+                if not is_known:
+                    self._waiting.setdefault(slot, []).append(each)
+                    continue
+                num_trees, num_drafts = num_trees + 1, num_drafts + len(each.tree.tokens) - 1
+                accepted += num_accepted
+                if each.num_verified is not None:
+                    self._gains.setdefault(slot, []).append(num_accepted - each.num_verified)
+        ended, self._ended = self._ended, []
+        gains = [sum(each) for each in ended]
+        num_pairs, squares = sum(map(len, ended)), sum(gain * gain for gain in gains)
+        return Compared(num_trees, num_drafts, accepted, len(ended), num_pairs, sum(gains), squares)
 
     def release(self, slots: Sequence[int]) -> None:
         for slot in slots:
             self._waiting.pop(slot, None)
+            if gains := self._gains.pop(slot, None):
+                self._ended.append(gains)
 
 
 def accepted_path(tree: TreeLists, text: Sequence[int]) -> tuple[int, bool]:

@@ -53,7 +53,7 @@ def _answer_seed(text: str) -> int:
 
 def add_answer_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
-        "answers", "training data; without --prompts and --self-prompts, the folder is used as it is"
+        "answers", "training data; without --prompts, --self-prompts and --from-log, the folder is used as it is"
     )
     add = group.add_argument
     add(
@@ -75,6 +75,15 @@ def add_answer_arguments(parser: argparse.ArgumentParser) -> None:
         default=(),
         metavar="FILE",
         help="JSON Lines with turns, messages or prompt; do not use an evaluation set",
+    )
+    add(
+        "--from-log",
+        type=Path,
+        nargs="+",
+        default=(),
+        metavar="LOG",
+        help="files that server.request_log wrote, of tenants that agreed; their requests are added to the folder, "
+        "which has no other answers",
     )
     add("--samples", type=positive, default=4, metavar="N", help="answers per prompt (default: %(default)s)")
     add(

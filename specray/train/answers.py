@@ -64,7 +64,7 @@ def make_answers(options: AnswerOptions, progress: bool = True) -> Path:
     Ctrl-C writes what is finished and raises KeyboardInterrupt.
     """
     options.folder.mkdir(parents=True, exist_ok=True)
-    with _only_one_at(options.folder):
+    with only_one_at(options.folder):
         return _make_answers(options, progress)
 
 
@@ -139,7 +139,7 @@ def _end(workers: Sequence[BaseProcess]) -> None:
 
 
 @contextlib.contextmanager
-def _only_one_at(folder: Path) -> Iterator[None]:
+def only_one_at(folder: Path) -> Iterator[None]:
     """Wait until no other command generates into `folder`: it would give the same answers, to the same files."""
     with (folder / ".generating").open("w") as lock:
         try:

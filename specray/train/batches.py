@@ -34,6 +34,7 @@ class AnswerFolder:
         self.hidden_size: int = self.description["hidden_size"]
         self.aux_hidden_state_layers: list[int] = self.description["aux_hidden_state_layers"]
         self.stores_hidden_states: bool = self.description.get("hidden_states", "stored") == "stored"
+        self.is_log = "source" in self.description  # see `from_log`
         self._shards: dict[str, Shard] = {}
 
     def names(self) -> list[str]:

@@ -106,7 +106,13 @@ def _answers(options: argparse.Namespace) -> Path:
     from specray.train.shards import read_description
 
     folder: Path = options.answers
-    if options.prompts or options.self_prompts:
+    if options.from_log:
+        if options.prompts or options.self_prompts:
+            raise ConfigError("--from-log adds no answers to prompts; leave --prompts and --self-prompts out")
+        from specray.train.from_log import add_logged
+
+        add_logged(options.from_log, folder, options.model or EMBEDDED_MODEL)
+    elif options.prompts or options.self_prompts:
         from specray.train.answers import make_answers
 
         make_answers(AnswerOptions.of(options))
@@ -178,7 +184,7 @@ def _add_training(parser: argparse.ArgumentParser, kind: str) -> None:
     )
     add("--clip", type=number_above_0, default=1.0, metavar="X", help="maximum gradient norm (default: %(default)s)")
     other = {"parallel": "; it may be an EAGLE-3 head", "mtp": "; it may be an EAGLE-2 head"}.get(kind, "")
-    add("--init-head", metavar="FOLDER", help=f"start from this head's weights{other}")
+    add("--init-head", metavar="FOLDER", help=f"start from this head's weights, or a packaged one's by its name{other}")
     add(
         "--dtype",
         choices=("auto", "float32", "bfloat16"),
@@ -323,10 +329,14 @@ def _train(options: argparse.Namespace, answers: Path) -> int:
 
 
 def _settings(options: argparse.Namespace) -> "TrainSettings":
+    from specray.models.files import embedded_heads, resolve_model
     from specray.train.settings import TrainSettings
 
     names = TrainSettings.__dataclass_fields__
-    return TrainSettings(**{name: value for name, value in vars(options).items() if name in names})
+    given = {name: value for name, value in vars(options).items() if name in names}
+    if options.init_head in embedded_heads():
+        given["init_head"] = str(resolve_model(options.init_head, None, "auto", progress=False))
+    return TrainSettings(**given)
 
 
 def _device(name: str) -> "torch.device":

@@ -148,6 +148,15 @@ def load_exported(head: TrainedHead | TrainedDraftModel, folder: Path) -> bool:
     return has_mask
 
 
+def init_head_ids(settings: TrainSettings) -> Tensor | None:
+    """int64, the ids of the draft vocabulary of --init-head; None if there is no such head, or it has the target's."""
+    if settings.init_head is None:
+        return None
+    with WeightReader(Path(settings.init_head), "safetensors") as reader:
+        offsets = reader.get("d2t") if "d2t" in reader.names() else None
+    return None if offsets is None else torch.arange(len(offsets)) + offsets
+
+
 def _check_trainable(folder: Path) -> None:
     """ConfigError if a published head has settings that the trained modules do not implement."""
     config = HeadConfig.read(folder)

@@ -25,7 +25,7 @@ from specray.train.batches import (
 )
 from specray.train.block_head import TrainedBlockHead
 from specray.train.draft_model import TrainedDraftModel, kept_layers
-from specray.train.export import export_head, init_head_width, load_exported
+from specray.train.export import export_head, init_head_ids, init_head_width, load_exported
 from specray.train.heads import (
     TrainedEagle2Head,
     TrainedEagle3Head,
@@ -246,13 +246,16 @@ def _build_head(
 ) -> TrainedHead | TrainedDraftModel:
     """An initialized head, as large as that of the checkpoint `saved`.
 
-    Without one, its draft vocabulary is counted from the current answers.
+    Without one, its draft vocabulary is counted from the current answers; a head that goes on with a log keeps its own,
+    because a log may have few tokens.
     """
     width = init_head_width(settings) if saved is None else _ffn_size(saved["head"])
     ffn_size = settings.intermediate_size or width or target.shape.ffn_size
     shape = replace(target.shape, ffn_size=ffn_size, num_layers=settings.num_layers)
     if saved is None:
-        draft_ids = frequent_ids(folder, settings.draft_vocab_size, shape.vocab_size, target.eos_ids)
+        draft_ids = init_head_ids(settings) if folder.is_log else None
+        if draft_ids is None:
+            draft_ids = frequent_ids(folder, settings.draft_vocab_size, shape.vocab_size, target.eos_ids)
     else:
         draft_ids = saved["draft_ids"]
     ids = draft_ids.cpu().sort().values

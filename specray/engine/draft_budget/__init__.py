@@ -7,11 +7,11 @@ they raise the tokens per second, and `trials` says when it tries other numbers.
 
 from specray.config import EngineConfig, SpeculativeConfig, with_values
 from specray.engine.draft_budget.auto import AutoBudget
-from specray.engine.draft_budget.budget import DraftBudget, Drafting, StaticBudget, StepTimer
+from specray.engine.draft_budget.budget import DraftBudget, Drafting, StaticBudget, StepTimer, draft_weights
 from specray.engine.draft_budget.store import CostStore
 from specray.engine.executor import Capacity
 
-__all__ = ["DraftBudget", "Drafting", "StepTimer", "make_budget"]
+__all__ = ["DraftBudget", "Drafting", "StepTimer", "draft_weights", "make_budget"]
 
 
 def make_budget(config: EngineConfig, speculative: SpeculativeConfig, capacity: Capacity) -> DraftBudget:
@@ -21,6 +21,6 @@ def make_budget(config: EngineConfig, speculative: SpeculativeConfig, capacity: 
         has_one_text = capacity.has_one_text and speculative.ignores_drafts
         kind = "auto" if capacity.learns_budget and has_one_text and speculative.has_drafter else "static"
     if kind == "static":
-        return StaticBudget(most)
+        return StaticBudget(most, speculative.plain_share)
     store = CostStore.of(with_values(config, speculative=speculative), capacity)
     return AutoBudget(most, store.load(), store.save)

@@ -16,7 +16,7 @@ from specray.engine.draft_budget.acceptance import (
     best_cut,
     factor_together,
 )
-from specray.engine.draft_budget.budget import Drafting, Shares, equal_shares
+from specray.engine.draft_budget.budget import Drafting, Shares, shares_by_weight
 from specray.engine.draft_budget.costs import StepCosts, StepShape
 from specray.engine.draft_budget.trials import TRIAL_STEPS, Trial, Trials
 
@@ -95,16 +95,17 @@ class AutoBudget:
             self._cuts.clear()
             self._last_best = None
         self._num_steps += 1
+        weights = [request.weight for request in requests]
         unknown = {request.acceptance.drafter for request in requests if self._is_among_first_trees(request)}
         if unknown and all(request.acceptance.drafter in unknown for request in requests):
             everything = [LEAST_SCORE] * len(requests)
             whole = [self._whole_tree(request) for request in requests]
-            return Shares(equal_shares(whole, self._most), min_scores=everything)
+            return Shares(shares_by_weight(whole, weights, self._most), min_scores=everything)
         num_drafts, min_scores = self._best(requests)
         for place, request in enumerate(requests):
             if request.acceptance.drafter in unknown:
                 num_drafts[place], min_scores[place] = self._whole_tree(request), LEAST_SCORE
-        num_drafts = equal_shares(num_drafts, self._most)
+        num_drafts = shares_by_weight(num_drafts, weights, self._most)
         self._num_without_drafts = 0 if any(num_drafts) else self._num_without_drafts + 1
         self._forget_unused(requests, num_drafts)
         trial = self._trials.next(len(requests), drafts=any(num_drafts))
@@ -118,7 +119,7 @@ class AutoBudget:
         if trial is not None:
             tried = map(trial.drafts, num_drafts)
             wanted = [min(request.most, count) for request, count in zip(requests, tried, strict=True)]
-            return Shares(equal_shares(wanted, self._most), min_scores=min_scores)
+            return Shares(shares_by_weight(wanted, weights, self._most), min_scores=min_scores)
         return Shares(num_drafts, self._runs_drafter(len(requests), num_reading), min_scores)
 
     def _runs_drafter(self, num_requests: int, num_reading: int) -> bool:
@@ -213,9 +214,9 @@ class AutoBudget:
             if (cut := cuts.get(request.acceptance.drafter)) is None:
                 by_place.append(place)
                 continue
-            score = cut[1] * factors[request.acceptance.drafter] / request.acceptance.factor
+            score = cut[1] * factors[request.acceptance.drafter] / (request.acceptance.factor * request.weight)
             if are_caught_up[place] and score < 1.0:  # no node has a higher one
-                num_drafts[place] = min(request.most, cut[0])
+                num_drafts[place] = min(request.most, round(cut[0] * request.weight))
             min_scores[place] = max(LEAST_SCORE, score)
         chosen = self._best_by_place([requests[place] for place in by_place], len(requests), num_drafts)
         for place, count in zip(by_place, chosen, strict=True):
@@ -241,7 +242,13 @@ class AutoBudget:
         most = max(request.most for request in requests)
         names = {request.acceptance.drafter for request in requests}
         usual = {name: self._nodes.get(name, NodeAcceptance()).gains(most) for name in names}
-        gains = [request.acceptance.gains(usual[request.acceptance.drafter][: request.most]) for request in requests]
+        gains = [
+            [
+                request.weight * gain
+                for gain in request.acceptance.gains(usual[request.acceptance.drafter][: request.most])
+            ]
+            for request in requests
+        ]
         first, deepest = sum(others), max(others)
 
         def step_seconds(num_drafts: Floats, most_drafts: Floats) -> Floats:

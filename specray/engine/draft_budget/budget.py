@@ -1,12 +1,17 @@
-"""The interface of draft budgets, the fixed one, and the times of steps that a budget learns from."""
+"""The interface of draft budgets, the fixed one, and the times of steps that budgets and metrics learn from."""
 
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from statistics import fmean
 from typing import NamedTuple, Protocol
 
 from specray.engine.draft_budget.acceptance import RequestAcceptance
 from specray.engine.draft_budget.costs import StepShape
 from specray.step import StepPlan, StepResult
+
+PLAIN_STEPS = 4  # without drafts in a row; the time of the first one depends on the drafts of the one before
+MAX_PRIORITY = 2  # beyond it, or below its negative, a priority changes no weight
 
 
 class Drafting(NamedTuple):
@@ -16,6 +21,7 @@ class Drafting(NamedTuple):
     acceptance: RequestAcceptance
     is_recorded: bool = True  # `record_tree` will be called with its trees
     is_reading: bool = False  # it computes the last part of its prompt in the step
+    weight: float = 1.0  # of its tokens, see `draft_weights`
 
 
 class Shares(NamedTuple):
@@ -54,16 +60,26 @@ class DraftBudget(Protocol):
 
 
 class StaticBudget:
-    """Equal shares of `max_step_draft_tokens`; None sets no limit."""
+    """Equal shares of `max_step_draft_tokens`; None sets no limit. `plain_share` of the steps have no drafts."""
 
     learns = False
 
-    def __init__(self, max_step_draft_tokens: int | None) -> None:
+    def __init__(self, max_step_draft_tokens: int | None, plain_share: float = 0.0) -> None:
         self._most = max_step_draft_tokens
+        self._plain_share = plain_share
+        self._plain_due = 0.0  # steps without drafts that are to come
+        self._plain_left = 0  # of those that have begun
 
     def shares(self, requests: Sequence[Drafting], num_reading: int = 0) -> Shares:  # noqa: ARG002
         wanted = [request.most for request in requests]
-        return Shares(wanted if self._most is None else equal_shares(wanted, self._most))
+        self._plain_due += self._plain_share
+        if self._plain_due >= PLAIN_STEPS:
+            self._plain_left, self._plain_due = PLAIN_STEPS, self._plain_due - PLAIN_STEPS
+        if self._plain_left:
+            self._plain_left -= 1
+            return Shares([0] * len(requests))
+        weights = [request.weight for request in requests]
+        return Shares(wanted if self._most is None else shares_by_weight(wanted, weights, self._most))
 
     def record_tree(
         self, request: RequestAcceptance, num_drafts: int, accepted_nodes: Sequence[int], scores: Sequence[float] = ()
@@ -74,26 +90,43 @@ class StaticBudget:
         """Nothing depends on it."""
 
 
-def equal_shares(wanted: Sequence[int], most: int) -> list[int]:
-    """At most `most` drafts in all: each request as many as it wants, but no more than an equal share of what is left.
+def shares_by_weight(wanted: Sequence[int], weights: Sequence[float], most: int) -> list[int]:
+    """At most `most` drafts in all: each request as many as it wants, but no more than its share of what is left.
 
-    The oldest requests get the remainder of the division.
+    Of equal weights, the oldest requests get the remainder of the division.
     """
-    shares, left = [0] * len(wanted), most
-    by_want = sorted(range(len(wanted)), key=lambda place: (wanted[place], -place))
-    for num_before, place in enumerate(by_want):
-        shares[place] = min(wanted[place], left // (len(wanted) - num_before))
-        left -= shares[place]
+    shares, left, weight_left = [0] * len(wanted), most, sum(weights)
+    by_want = sorted(range(len(wanted)), key=lambda place: (wanted[place] / weights[place], -place))
+    for place in by_want:
+        shares[place] = min(wanted[place], int(left * weights[place] / weight_left + 1e-9))
+        left, weight_left = left - shares[place], weight_left - weights[place]
     return shares
 
 
+def draft_weights(requests: Sequence[tuple[str, int]]) -> list[float]:
+    """How much the drafts of each request (tenant, priority) count: half as much for each step of its priority.
+
+    The mean of each tenant is 1, so that a priority gains it nothing against others.
+    """
+    weights = [2.0 ** -max(-MAX_PRIORITY, min(MAX_PRIORITY, priority)) for _, priority in requests]
+    of_tenant = defaultdict(list)
+    for (tenant, _), weight in zip(requests, weights, strict=True):
+        of_tenant[tenant].append(weight)
+    means = {tenant: fmean(own) for tenant, own in of_tenant.items()}
+    return [weight / means[tenant] for (tenant, _), weight in zip(requests, weights, strict=True)]
+
+
 class StepTimer:
-    """Passes the times of steps that only decode to a budget.
+    """Passes the times of steps that only decode to a budget, and to `record_decode`.
+
+    That is called with the number of requests, the tokens that they generated, the seconds, and whether the step was
+    plain: without drafts. Time in the drafter is then left out, because later steps need what it reads meanwhile.
 
     While plans are in flight, a step's time counts from the result before it: what the host does meanwhile is hidden.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, record_decode: Callable[[int, int, float, bool], object] = lambda *_: None) -> None:
+        self._record_decode = record_decode
         self.seconds = 0.0  # of the last step
         self._since = time.perf_counter()
         self._last: tuple[int, int, bool] | None = None  # of the plan before: requests, most drafts, runs_drafter
@@ -114,7 +147,13 @@ class StepTimer:
         # Drafts of a step are made after the step before, under its limits and with the prompts that it read: both
         # steps have to be alike.
         self._last = kind if only_decodes else None
-        if not only_decodes or kind != before:
+        if not only_decodes or before is None:
+            return
+        if (before[0], before[1] > 0) == (len(plan.rows), allowed > 0):
+            generated = sum(len(row.token_ids) for row in result.rows)
+            waited = 0.0 if allowed else result.times.draft
+            self._record_decode(len(plan.rows), generated, seconds - waited, not allowed)
+        if kind != before:
             return
         drafts = [row.num_draft_tokens for row in result.rows]
         target = min(seconds, result.times.forward + result.times.verify)  # the next pass may run during verification

@@ -14,6 +14,7 @@ from specray.engine.stats import EngineStats
 from specray.metrics import METRICS
 from specray.step import UNLIMITED, DrafterUse, StepResult
 
+PAIRED = tuple(f"specray_shadow_pair_{field}" for field in ("requests", "trees", "gain", "gain_squares"))  # PairedGain
 OBSERVED_TOKENS = 32  # a request's tokens are passed to the bandit in portions of this size, and at its end
 MEMORY_STEPS = 512
 CLIP = 3.0  # a step that takes longer than this many times the usual was disturbed, and counts as this
@@ -38,11 +39,16 @@ class DrafterSelector:
         self._bandit = DrafterBandit()
         self._usual = UsualTimes()
         self._members: dict[str, SpeculativeConfig] = {}
+        self._compared: tuple[str | None, str | None] = None, None  # default and shadow
         self.use(speculative)
 
     def use(self, speculative: SpeculativeConfig) -> None:
         """Choose among other drafters from now on, or by another rule. Requests keep theirs."""
         members = speculative.members if speculative.drafters else {}
+        if members != self._members or (speculative.default_drafter, speculative.shadow.drafter) != self._compared:
+            for metric in PAIRED:  # what was compared is another thing from now on
+                self._stats.labelled[metric] = dict.fromkeys(members, 0)
+        self._compared = speculative.default_drafter, speculative.shadow.drafter
         for name, member in self._members.items():
             if members.get(name) != member:
                 self._bandit.forget(name)
@@ -148,6 +154,9 @@ def _count_drafter_use(stats: EngineStats, use: DrafterUse) -> None:
     stats.add_labelled("specray_shadow_trees_total", use.drafter, use.num_shadow_trees)
     stats.add_labelled("specray_shadow_draft_tokens_total", use.drafter, use.num_shadow_drafts)
     stats.add_labelled("specray_shadow_accepted_tokens_total", use.drafter, use.num_shadow_accepted)
+    pairs = use.num_shadow_requests, use.num_shadow_pairs, use.shadow_gain, use.shadow_gain_squares
+    for metric, amount in zip(PAIRED, pairs, strict=True):
+        stats.add_labelled(metric, use.drafter, amount)
 
 
 class UsualTimes:

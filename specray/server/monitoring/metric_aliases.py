@@ -31,7 +31,8 @@ def _cache_hit_rate(snapshot: Snapshot) -> float:
     return number(snapshot, "specray_prefix_cache_hits_total") / queries if queries else 0.0
 
 
-def _accept_length(snapshot: Snapshot) -> float:
+def accept_length(snapshot: Snapshot) -> float:
+    """Tokens per verify step since the engine started; 0 before the first one, as in SGLang."""
     steps = number(snapshot, "specray_verify_steps_total")
     accepted = number(snapshot, "specray_spec_decode_num_accepted_tokens_total")
     return 1 + accepted / steps if steps else 0.0
@@ -82,7 +83,7 @@ SGLANG = (
     Alias("sglang:num_queue_reqs", "gauge", "specray_num_requests_waiting"),
     Alias("sglang:token_usage", "gauge", "specray_kv_cache_usage_perc"),
     Alias("sglang:cache_hit_rate", "gauge", _cache_hit_rate),
-    Alias("sglang:spec_accept_length", "gauge", _accept_length),
+    Alias("sglang:spec_accept_length", "gauge", accept_length),
     Alias("sglang:prompt_tokens_total", "counter", "specray_prompt_tokens_total"),
     Alias("sglang:generation_tokens_total", "counter", "specray_generation_tokens_total"),
     Alias("sglang:cached_tokens_total", "counter", "specray_prefix_cache_hits_total"),

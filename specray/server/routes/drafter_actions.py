@@ -20,6 +20,7 @@ class Add(Options):
     action: Literal["add"]
     drafter: Json  # an entry of speculative.drafters, which validates it
     shadow_share: float | None = None
+    promotes: bool = False  # see ShadowOptions
 
 
 class Promote(Options):
@@ -38,6 +39,7 @@ class Shadow(Options):
     action: Literal["shadow"]
     name: DrafterName | None
     share: float = ShadowOptions().share
+    promotes: bool = False
 
 
 class Drop(Options):
@@ -68,14 +70,15 @@ def changed_group(now: SpeculativeConfig, action: Add | Promote | Shadow | Drop,
     if isinstance(action, Add):
         group["drafters"] = [*group["drafters"], action.drafter]
         if action.shadow_share is not None:
-            group["shadow"] = {"drafter": action.drafter.get("name"), "share": action.shadow_share}
+            name = action.drafter.get("name")
+            group["shadow"] = {"drafter": name, "share": action.shadow_share, "promotes": action.promotes}
         return group
     names = [drafter["name"] for drafter in group["drafters"]]
     if action.name is not None and action.name not in names:
         known = f"choose one of {', '.join(names)}" if names else "this server has none"
         raise ApiError(400, f"name={action.name!r} is not a drafter of this server; {known}", "name")
     if isinstance(action, Shadow):
-        return group | {"shadow": {"drafter": action.name, "share": action.share}}
+        return group | {"shadow": action.model_dump(exclude={"action", "name"}) | {"drafter": action.name}}
     if group.get("shadow", {}).get("drafter") == action.name:
         group.pop("shadow", None)
     if isinstance(action, Promote):

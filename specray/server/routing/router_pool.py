@@ -33,6 +33,7 @@ from specray.server.routing.client import (
 from specray.server.routing.messages import RouterInfo
 from specray.server.routing.policy import PrefixIndex, choose_route
 from specray.server.routing.progress import RequestProgress
+from specray.server.routing.promotion import promote_shadows
 from specray.server.routing.rollout import DrafterRollout
 from specray.server.routing.subset import Breadth, IngressPlace, engines_of
 from specray.server.tasks import Tasks
@@ -108,6 +109,7 @@ class RouterPool:
     def start(self) -> None:
         self._started_at = self._clock()
         self._tasks.spawn(self._watch_directory())
+        self._tasks.spawn(promote_shadows(self.drafter_rollout))
 
     async def close(self) -> None:
         await self._tasks.close()

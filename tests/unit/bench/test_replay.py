@@ -1,7 +1,7 @@
 """Replayed requests have the accept histogram that they had live, step for step, with every drafting method."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import yaml
 
-from specray.bench.replay import Arm, known_costs, predicted_speeds, yaml_block
-from specray.bench.teacher_forcing import Replayed, Replayer, num_accepted
+from specray.bench.replay import predicted_speeds
+from specray.bench.step_costs import measure_costs
+from specray.bench.teacher_forcing import Replayed, Replayer, num_accepted, unusable
 from specray.cli import main as cli
-from specray.config import SpeculativeConfig, with_values
+from specray.config import EngineConfig, SpeculativeConfig
 from specray.engine.draft_budget.costs import StepCosts, StepShape
-from specray.engine.draft_budget.store import CostStore
 from specray.engine.request_log import LoggedRequest
 from specray.grammar import GrammarSpec
 from specray.llm import LLM
@@ -100,45 +100,89 @@ def test_the_longest_path_of_a_tree_is_accepted(text: list[int], expected: int) 
     ],
 )
 def test_a_request_that_cannot_be_replayed_is_left_out(reason: str, changes: dict[str, Any], plain: LLM) -> None:
-    replayer = Replayer(plain.with_speculative(SpeculativeConfig(algorithm="NGRAM")))
-    assert replayer.unusable(LOGGED) is None
-    assert replayer.unusable(replace(LOGGED, **changes)) == reason
+    assert unusable(LOGGED, plain.engine) is None
+    assert unusable(replace(LOGGED, **changes), plain.engine) == reason
 
 
-def test_speeds_follow_from_the_costs_of_a_server_with_the_same_drafter(plain: LLM, toy: Path) -> None:
-    speculative = SpeculativeConfig(algorithm="NGRAM", num_draft_tokens=5, budget="auto")
-    served, capacity = with_values(plain.config, speculative=speculative), plain.engine.capacity
-    assert known_costs(served, speculative, capacity) is None
+def test_speeds_follow_from_the_costs_of_steps() -> None:
     costs = StepCosts()
     costs.observe(StepShape(1, 0, 0), 0.010, 0.002)
     costs.observe(StepShape(1, 4, 4), 0.014, 0.006)
-    store = CostStore.of(served, capacity)
-    store.save(costs)
-    store.wait()
-    other_tree = SpeculativeConfig(algorithm="NGRAM", num_draft_tokens=9)
-    assert known_costs(served, SpeculativeConfig(algorithm="EAGLE3", draft_model_path=str(toy)), capacity) is None
-    for method in (speculative, other_tree):
-        found = known_costs(served, method, capacity)
-        speeds = predicted_speeds(found, Replayed([4, 4], [1, 2]), [1])
-        assert speeds == {1: pytest.approx(2.5 / 0.020)}
-    assert "125.0 tokens/s at batch size 1" in yaml_block(Arm("ngram:5", speculative, Replayed([4], [1]), speeds))
+    assert predicted_speeds(costs, Replayed([4, 4], [1, 2]), [1]) == {1: pytest.approx(2.5 / 0.020)}
 
 
-def test_the_command_prints_arms_by_accept_length_and_a_block_for_a_configuration(
+def test_costs_are_those_of_whole_trees_at_each_batch_size(plain: LLM, toy: Path, tmp_path: Path) -> None:
+    engines = {"plain": plain.with_speculative(SpeculativeConfig())}
+    engines["tree"] = plain.with_speculative(METHODS["STANDALONE-tree"](toy, tmp_path))
+    long = replace(LOGGED, prompt_token_ids=[5] * 250, num_prompt_tokens=250)
+    costs = measure_costs(engines, [replace(LOGGED, params=replace(PARAMS[5], logprobs=1)), long], [1, 3])
+    most = engines["tree"].engine.capacity.max_draft_tokens
+    for size in (1, 3):
+        measured = costs["tree"].to_json()["target"]
+        assert size * (1 + most) in [count for count, *_ in measured]
+        assert size in [count for count, *_ in costs["plain"].to_json()["target"]]
+        assert costs["tree"].seconds(StepShape(size, size * most, most)) > 0
+
+
+def test_the_command_prints_arms_by_speed_and_a_block_for_a_configuration(
     plain: LLM, toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, out = tmp_path / "log.jsonl", tmp_path / "out" / "replay.json"
     logged = [*record(plain, PROMPTS[:3], PARAMS[:3]), replace(LOGGED, is_lossy=True)]
     path.write_text("".join(json.dumps(each.to_json()) + "\n" for each in logged) + '{"request_id": "cut o')
     arguments = ["replay", str(path), "--arms", "plain,ngram:3,ngram:8", "--model", str(toy), "--dtype", "float32"]
-    assert cli.main([*arguments, "--json", str(out)]) == 0
+    pytest.importorskip("matplotlib")
+    assert cli.main([*arguments, "--json", str(out), "--plot", str(tmp_path / "out" / "replay.png")]) == 0
+    assert (tmp_path / "out" / "replay.png").stat().st_size > 0
     printed = capsys.readouterr().out
     arms = json.loads(out.read_text())["arms"]
-    assert list(arms) == sorted(arms, key=lambda name: -arms[name]["accept_length"])
-    assert "1 of 4 requests are left out: its text depended on the drafts" in printed
+    means = {name: arm["tokens_per_s"]["1"] * arm["tokens_per_s"]["8"] for name, arm in arms.items()}
+    assert list(arms) == sorted(means, key=lambda name: -means[name])
+    assert "1 requests are left out: its text depended on the drafts" in printed
     block = yaml.safe_load(printed[printed.index("# specray replay") : printed.index("\n\n", printed.index("# spec"))])
-    assert SpeculativeConfig(**block["speculative"]).num_draft_tokens in (3, 8)
+    assert SpeculativeConfig(**block["speculative"]).num_draft_tokens in (None, 3, 8)
     assert cli.main(["replay", str(path), "--arms", "plain", "--model", str(toy)]) == 2
     path.write_text('{"request_id": 3}\n')
     assert cli.main(arguments) == 2
     assert "log.jsonl, line 1" in capsys.readouterr().err
+
+
+def test_tune_chooses_the_best_tree_for_a_log(
+    plain: LLM, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Costs are scripted: each draft makes a step longer by a tenth."""
+
+    def scripted(engines: Mapping[str, LLM], *_: Any, **__: Any) -> dict[str, StepCosts]:
+        costs = StepCosts()
+        for size in (1, 2):
+            for drafts in (0, 31):
+                costs.observe(StepShape(size, size * drafts, drafts), 0.010 + 0.001 * drafts, 0.0)
+        return dict.fromkeys(engines, costs)
+
+    monkeypatch.setattr("specray.bench.replay.measure_costs", scripted)
+    logged, path = record(plain, PROMPTS[:4], [PARAMS[0]] * 4), tmp_path / "log.jsonl"
+    lines = [*(each.to_json() for each in logged), logged[0].redacted()]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump({"speculative": {"algorithm": "NGRAM"}}))
+    arguments = ["--model", str(toy), "--dtype", "float32", "--config", str(config), "--batch-sizes", "1,2"]
+    out = tmp_path / "tuned"
+    assert cli.main(["tune", "--replay", str(path), *arguments, "--candidates", "4,32", "--out", str(out)]) == 0
+    document = json.loads((out / "tune.json").read_text())
+    assert document["plain_tokens_per_s"] == {"1": pytest.approx(100.0), "2": pytest.approx(200.0)}
+    for each in document["candidates"]:
+        live, tree = Replayed(), SpeculativeConfig(algorithm="NGRAM", num_draft_tokens=int(each["tree"]))
+        replayer = Replayer(plain.with_speculative(tree))
+        for request in logged:
+            replayer.replay(request, live)
+        assert each["accept_lengths"] == [live.accept_length]
+        assert each["tokens_per_s"]["2"] == [predicted_speeds(scripted({"": plain})[""], live, [2])[2]]
+    best = max(document["candidates"], key=lambda each: each["score"])
+    block = yaml.safe_load((out / "speculative.yaml").read_text())
+    assert EngineConfig.model_validate(block).speculative.num_draft_tokens == int(best["tree"])
+    assert "1 requests are left out: redacted" in capsys.readouterr().out
+    assert (out / "tune.png").is_file()
+    assert cli.main(["tune", "--replay", str(tmp_path / "none.jsonl"), *arguments]) == 2
+    path.write_text(json.dumps(logged[0].redacted()) + "\n")
+    assert cli.main(["tune", "--replay", str(path), *arguments]) == 2
+    assert "no step of 1 logged requests can be replayed: 1 redacted" in capsys.readouterr().err

@@ -34,6 +34,10 @@ specray_prefix_cache_hits_total{replica="nrkn9ylc"} 3.0
 specray_verify_steps_total{replica="nrkn9ylc"} 27.0
 # TYPE specray_spec_decode_num_accepted_tokens_total counter
 specray_spec_decode_num_accepted_tokens_total{replica="nrkn9ylc"} 2.0
+# TYPE specray_drafted_seconds_total counter
+specray_drafted_seconds_total{replica="nrkn9ylc"} 14.0
+# TYPE specray_drafted_plain_seconds_total counter
+specray_drafted_plain_seconds_total{replica="nrkn9ylc"} 21.0
 # TYPE specray_draft_faults_total counter
 specray_draft_faults_total{kind="nan",replica="nrkn9ylc"} 1.0
 specray_draft_faults_total{kind="gone",replica="nrkn9ylc"} 1.0
@@ -121,8 +125,9 @@ def test_the_tables_have_a_line_per_replica() -> None:
         "overall": "1.32",
         "KV used": "25%",
         "cache hits": "50%",
-        "draft faults": "2",
-        "preemptions": "0",
+        "speedup": "1.50",
+        "faults": "2",
+        "preempted": "0",
     }
 
 

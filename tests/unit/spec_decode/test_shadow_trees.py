@@ -1,5 +1,7 @@
 """What the target would have accepted of a tree follows from the text."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -81,3 +83,32 @@ def test_a_new_request_in_the_slot_is_not_compared() -> None:
     trees = kept()
     trees.release([0])
     assert trees.compare(make_context([Tokens(0, [1, 2, 9, 7, 4])])) == Compared(0, 0, 0)
+
+
+def test_finished_requests_are_compared_with_the_trees_verified_in_their_place() -> None:
+    """The shadow's tree has two of the text's tokens; of the verified ones the text shows how many were accepted."""
+    trees, text = ShadowTrees(), [1, 2, 9, 7, 4, 8, 8, 8]
+
+    def step(start: int, end: int, known: int, *, drafts: bool) -> Compared:
+        context = make_context([Tokens(0, text[:known])])
+        request = DraftRequest(0, start, end, UNLIMITED)
+        counts = trees.compare(replace(context, requests=[request]))
+        if drafts:
+            trees.keep([request], DraftTree.from_lists([TREE]))
+        return counts
+
+    step(0, 2, 3, drafts=True)  # the root is the 9 at position 2
+    assert step(2, 3, 4, drafts=False).num_trees == 0  # the text is too short for the tree; nothing was verified
+    assert step(3, 7, 8, drafts=True) == Compared(1, 5, 2)
+    step(7, 8, 8, drafts=False)
+    trees.release([0])
+    ended = trees.compare(make_context([]))
+    assert ended == Compared(0, 0, 0, num_requests=1, num_pairs=1, gain=2, gain_squares=4)
+    assert trees.compare(make_context([])) == Compared(0, 0, 0), "counted once"
+
+
+def test_a_tree_that_was_followed_by_steps_without_the_drafter_is_not_compared() -> None:
+    trees, text = kept(), make_context([Tokens(0, [1, 2, 9, 7, 4, 1, 1])])
+    assert trees.compare(replace(text, requests=[DraftRequest(0, 4, 6, UNLIMITED)])) == Compared(1, 5, 2)
+    trees.release([0])
+    assert trees.compare(make_context([])) == Compared(0, 0, 0)

@@ -1,0 +1,70 @@
+"""Promotes a shadow drafter that is proven to be better, and takes it back when acceptance collapses.
+
+With `speculative.shadow.promotes`. Both steps are one: the shadow and the drafter in use change places. The options say
+all that has to be remembered, so any ingress can take the next step, and one that starts later goes on.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from specray.config import SpeculativeConfig, with_values
+from specray.engine.drafter_selection.paired_gain import PairedGain
+from specray.errors import SpecRayError
+from specray.server import OPERATOR_LOG
+from specray.server.routing.rollout import DrafterRollout
+
+INTERVAL_S = 2.0  # between two looks at the engines' reports
+
+logger = logging.getLogger(OPERATOR_LOG)
+
+
+async def promote_shadows(rollout: DrafterRollout) -> None:
+    """Never ends."""
+    while True:
+        await asyncio.sleep(INTERVAL_S)
+        now = rollout.speculative
+        if not now.shadow.promotes or now.shadow.drafter is None:
+            continue
+        try:
+            after, reason = decide(now, await rollout.report())
+            if after != now:
+                await rollout.change(partial(_if_still, now, after))
+                logger.warning("new requests get the drafter %s: %s", after.default_drafter, reason)
+        except SpecRayError as error:  # no engine answers, or another ingress was first
+            logger.info("the shadow drafter was not promoted: %s", error)
+
+
+def _if_still(seen: SpeculativeConfig, after: SpeculativeConfig, latest: SpeculativeConfig) -> SpeculativeConfig:
+    """`after`, unless somebody has changed the drafters meanwhile."""
+    return after if latest == seen else latest
+
+
+def decide(now: SpeculativeConfig, reports: Mapping[str, Mapping[str, Any]]) -> tuple[SpeculativeConfig, str]:
+    """(options from now on, why they changed). `reports` are the engines' of `GET /admin/drafter`.
+
+    After a collapse nothing is promoted any more: an operator has to look.
+    """
+    shadow = now.shadow.drafter
+    assert shadow is not None
+    known = [report["drafters"] for report in reports.values() if shadow in report.get("drafters", ())]
+    gain = PairedGain.of(PairedGain(**drafters[shadow]["shadow_gain"]) for drafters in known)
+    if (bounds := gain.interval) is not None and bounds[0] > 0:
+        low, high = bounds
+        reason = (
+            f"its accept length is {low:.2f} to {high:.2f} longer, by {gain.num_requests:.0f} requests in its shadow"
+        )
+        return swapped(now, promotes=True), reason
+    if now.shadow.is_former and any(report["acceptance_collapsed"] for report in reports.values()):
+        return swapped(now, promotes=False), "acceptance has collapsed"
+    return now, ""
+
+
+def swapped(now: SpeculativeConfig, *, promotes: bool) -> SpeculativeConfig:
+    """The shadow and the drafter in use change places."""
+    names = [drafter.name for drafter in now.drafters if drafter.name != now.shadow.drafter]
+    former = now.default_drafter or names[0]
+    shadow = with_values(now.shadow, drafter=former, promotes=promotes, is_former=promotes)
+    return with_values(now, default_drafter=now.shadow.drafter, shadow=shadow)
