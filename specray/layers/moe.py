@@ -139,6 +139,7 @@ class MixtureOfExperts(Layer):
         group: RankGroup,
         shared: Layer | None = None,
     ) -> None:
+        """`shared` returns this rank's part of its output, which the sum over ranks completes."""
         super().__init__()
         self._gate = make_linear(gate)
         self._route = route
@@ -154,5 +155,5 @@ class MixtureOfExperts(Layer):
     def forward(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]"""
         weights, chosen = self._route(self._gate(x.float()))
-        out = self._group.sum(self._experts(x, weights, chosen)).to(x.dtype)
-        return out if self._shared is None else out + self._shared(x)
+        out = self._experts(x, weights, chosen).to(x.dtype)
+        return self._group.sum(out if self._shared is None else out + self._shared(x))

@@ -15,12 +15,11 @@ from transformers import PretrainedConfig
 from specray.layers.linear import ColumnParallelLinear, RowParallelLinear
 from specray.layers.mla import LatentAttention, LatentSizes, half_split
 from specray.layers.module import Layer
-from specray.layers.moe import MixtureOfExperts, Route, SigmoidRoute, SoftmaxRoute
+from specray.layers.moe import Expert, MixtureOfExperts, Route, SigmoidRoute, SoftmaxRoute
 from specray.layers.norm import RMSNorm
 from specray.layers.parallel import RankGroup
 from specray.layers.rotary import RotaryEmbedding
 from specray.models.causal_lm import CausalLM
-from specray.models.decoder_layer import FeedForward
 from specray.models.loading import Loader
 from specray.models.moe_models import load_experts, load_gate
 from specray.models.target_model import ModelShape
@@ -135,8 +134,15 @@ def _mixture(config: PretrainedConfig, loader: Loader, prefix: str) -> MixtureOf
         _route(config, loader, prefix),
         load_experts(loader, prefix, count, hidden, width),
         loader.group,
-        FeedForward(hidden, width * config.n_shared_experts, loader, prefix + "shared_experts."),
+        _shared_expert(hidden, width * config.n_shared_experts, loader, prefix + "shared_experts."),
     )
+
+
+def _shared_expert(hidden_size: int, ffn_size: int, loader: Loader, prefix: str) -> Expert:
+    """This rank's part of the feed-forward of all tokens, which the mixture adds before its sum over ranks."""
+    size, part = (ffn_size, hidden_size), loader.group.share(ffn_size)
+    gate, up = (loader.weight(f"{prefix}{name}_proj.weight", size, part) for name in ("gate", "up"))
+    return Expert(gate, up, loader.weight(prefix + "down_proj.weight", size[::-1], part, 1), loader.quantization)
 
 
 def _route(config: PretrainedConfig, loader: Loader, prefix: str) -> Route:

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from specray.layers.moe import Expert, ExpertList, MixtureOfExperts, SoftmaxRoute
 from specray.layers.parallel import RankGroup
 from tests.support.forked import PROCESSES
 
@@ -24,6 +25,33 @@ def test_broadcast_of_bytes_of_any_length(tmp_path: Path) -> None:
     group.close()
     follower.join(30)
     assert follower.exitcode == 0
+
+
+class _Recording(RankGroup):
+    """Keeps this rank's parts of sums, which stay parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: list[Tensor] = []
+
+    def sum(self, partial: Tensor) -> Tensor:
+        self.parts.append(partial)
+        return partial
+
+
+def test_routed_and_shared_experts_have_one_sum_over_ranks() -> None:
+    gate, x = torch.randn(3, 8), torch.randn(5, 8)
+    weights = [(torch.randn(6, 8), torch.randn(6, 8), torch.randn(8, 6)) for _ in range(4)]  # the last one is shared
+
+    def mixture(group: RankGroup, part: slice) -> Tensor:
+        *routed, shared = [Expert(first[part], second[part], last[:, part]) for first, second, last in weights]
+        return MixtureOfExperts(gate, SoftmaxRoute(2), ExpertList(routed), group, shared)(x)
+
+    group = _Recording()
+    for part in (slice(0, 3), slice(3, 6)):
+        mixture(group, part)
+    first, second = group.parts
+    torch.testing.assert_close(first + second, mixture(RankGroup(), slice(None)))
 
 
 def _listen(meeting: str, received: "Queue[list[bytes]]") -> None:
