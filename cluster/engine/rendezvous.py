@@ -37,14 +37,16 @@ def use_interface(init_method: str, address: str) -> None:
     """Restrict torch.distributed in this process to loopback, or between nodes to the interface with `address`.
 
     Call it before torch.distributed is initialized. Between nodes, variables set by the operator take precedence.
+    On one node NCCL moves data through the devices or shared memory, and needs sockets only to meet.
     """
     if init_method.startswith("file://"):
         if sys.platform == "linux":
             os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
+            os.environ["NCCL_SOCKET_IFNAME"] = f"={LOOPBACK}"  # NCCL reads a plain name as a prefix
         return
     if (name := interface_of(address)) is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # NCCL reads a plain name as a prefix
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
 
 
 def interface_of(address: str) -> str | None:

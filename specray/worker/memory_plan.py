@@ -34,6 +34,8 @@ from specray.worker.remote_drafter.ring import ring_bytes
 _LOGITS_COPIES = 6  # float32 tensors of all logits that sampling needs at once
 _GRAPH_BYTES = 16 << 20  # that the driver keeps for a captured forward pass, or for drafting a tree
 CONTEXT_BYTES = 600 << 20  # of CUDA and its libraries, in each process on the device
+# NCCL's buffers in each process of several ranks: 4 MiB in each direction of up to 32 channels, and smaller ones.
+NCCL_BYTES = 384 << 20
 logger = logging.getLogger(__name__)
 _MANY_NODES = 8  # of a tree, where num_draft_tokens is automatic
 _STATE_INPUTS = 4  # a layer with states holds at once so many times what its widest operation reads of a token
@@ -78,7 +80,7 @@ def count_blocks(config: EngineConfig, demand: Demand, context_length: int, devi
     useful = config.max_running_requests * (context_length + config.page_size)
     if config.max_total_tokens is not None:
         return config.max_total_tokens // config.page_size + 1
-    total, used = _memory(device)
+    total, used = device_memory(device)
     fraction = memory_fraction(config, device.type == "cuda")
     available = pool_bytes(total, used, fraction, demand)
     tokens = min(available // demand.token, useful)
@@ -102,7 +104,7 @@ def count_stored_states(config: EngineConfig, shape: ModelShape, demand: Demand,
     if config.max_total_tokens is not None:
         pool = config.max_total_tokens * demand.token
     else:
-        pool = pool_bytes(*_memory(device), memory_fraction(config, device.type == "cuda"), demand)
+        pool = pool_bytes(*device_memory(device), memory_fraction(config, device.type == "cuda"), demand)
     return min(_STORED_STATES * config.max_running_requests, max(0, pool) // 4 // shape.state_bytes)
 
 
@@ -155,11 +157,12 @@ def demand_of(
             weights, token = weights + own_weights, token + own_token
     if device.type == "cuda":
         width = _layer_width(model_config, shape)
-        dynamic = _steps(config, shape, width, dtype) + _draft_inputs(config, shape, dtype)
+        nccl_bytes = NCCL_BYTES if group.size > 1 else 0
+        dynamic = _steps(config, shape, width, dtype) + _draft_inputs(config, shape, dtype) + nccl_bytes
         if is_split or (group.leads and placement != "separate"):
             dynamic += _drafts(config, shape, width, dtype, placement == "inline")
         if placement == "colocated" and (is_split or group.leads):
-            dynamic += CONTEXT_BYTES
+            dynamic += CONTEXT_BYTES + (nccl_bytes if is_split else 0)
             if uses_cuda_ipc and group.leads:
                 tokens = config.max_prefill_tokens + config.max_running_requests * _most_nodes(config)
                 dynamic += ring_bytes(tokens, _MANY_LAYERS * shape.hidden_size, dtype)
@@ -172,7 +175,7 @@ def graph_bytes(num_buckets: int, largest: StepSize) -> int:
     return num_buckets * _GRAPH_BYTES + largest.num_bytes if num_buckets else 0
 
 
-def _memory(device: torch.device) -> tuple[int, int]:
+def device_memory(device: torch.device) -> tuple[int, int]:
     """(total, used) bytes of the device; on CPU the machine's or the container's limit, and this process's peak."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)

@@ -22,7 +22,15 @@ from specray.models.transformers_states import state_layers, states_of_pass
 from specray.ops.states import StatePass, StateRows
 from specray.worker import memory_plan
 from specray.worker.buckets import MAX_TOKENS, Bucket, buckets, node_buckets, row_buckets
-from specray.worker.memory_plan import _STATE_INPUTS, CONTEXT_BYTES, Demand, count_stored_states, demand_of, pool_bytes
+from specray.worker.memory_plan import (
+    _STATE_INPUTS,
+    CONTEXT_BYTES,
+    NCCL_BYTES,
+    Demand,
+    count_stored_states,
+    demand_of,
+    pool_bytes,
+)
 from specray.worker.remote_drafter.handshake import DraftPlacement
 from tests.support.decoders import SERVED, decoder_config, write_decoder
 from tests.support.gpt_oss import write_gpt_oss
@@ -202,6 +210,7 @@ def test_steps_graphs_and_processes_are_counted_on_a_gpu(toy: Path) -> None:
     assert demand(toy, max_prefill_tokens=8192).dynamic > plain.dynamic
     assert demand(toy, cuda_graph_max_bs=1).dynamic < plain.dynamic
     assert demand(toy, placement="colocated").dynamic > plain.dynamic
+    assert demand(toy, group=SilentRank(2)).dynamic > plain.dynamic + NCCL_BYTES // 2  # a rank's layers are narrower
     assert demand(toy, CPU).dynamic == 0
 
 
@@ -263,7 +272,7 @@ def test_stored_states_take_a_bounded_part_of_the_memory(tmp_path: Path, monkeyp
     shape, states = shape_of(load_config(tmp_path), RankGroup()), Demand(1, states=GIB)
 
     def count(memory: int, **options: Any) -> int:
-        monkeypatch.setattr(memory_plan, "_memory", lambda _: (memory, 0))
+        monkeypatch.setattr(memory_plan, "device_memory", lambda _: (memory, 0))
         config = EngineConfig(mem_fraction_static=0.5, **options)
         return count_stored_states(config, shape, states, CPU)
 

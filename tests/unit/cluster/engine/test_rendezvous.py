@@ -30,10 +30,9 @@ def test_the_interface_of_an_address_is_found() -> None:
 
 
 def test_ranks_of_one_node_use_loopback(environment: dict[str, str], tmp_path: Path) -> None:
-    environment["GLOO_SOCKET_IFNAME"] = "eth7"
+    environment |= dict.fromkeys(CHOICES, "eth7")
     use_interface(file_rendezvous(tmp_path / "ranks"), "192.0.2.1")
-    assert environment["GLOO_SOCKET_IFNAME"] == "lo"
-    assert "NCCL_SOCKET_IFNAME" not in environment
+    assert [environment[name] for name in CHOICES] == ["lo", "=lo"]
 
 
 def test_ranks_of_several_nodes_use_the_interface_of_the_nodes_address(environment: dict[str, str]) -> None:
