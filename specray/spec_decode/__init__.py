@@ -223,7 +223,7 @@ def make_drafter(config: SpeculativeConfig, target: "TargetView") -> "Drafter | 
     from specray.spec_decode.several import SeveralDrafters
 
     drafters = {name: _make_one(member, target) for name, member in config.members.items()}
-    return PredictionDrafter(SeveralDrafters(drafters))
+    return PredictionDrafter(SeveralDrafters(drafters, num_ranks=target.group.size))
 
 
 def _make_one(config: SpeculativeConfig, target: "TargetView") -> "Drafter":

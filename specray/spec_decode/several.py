@@ -34,9 +34,18 @@ logger = logging.getLogger(__name__)
 
 
 class SeveralDrafters:
-    """Drafter made of `drafters` by name. `clock` returns seconds."""
+    """Drafter made of `drafters` by name. `clock` returns seconds.
 
-    def __init__(self, drafters: Mapping[str, Drafter], clock: Callable[[], float] = time.perf_counter) -> None:
+    Of `num_ranks` that draft together, one where a drafter fails would go on alone, and the others wait for its part
+    of a sum. So its error ends it there, as that of a single drafter does.
+    """
+
+    def __init__(
+        self,
+        drafters: Mapping[str, Drafter],
+        clock: Callable[[], float] = time.perf_counter,
+        num_ranks: int = 1,
+    ) -> None:
         members = list(drafters.values())
         self.max_draft_tokens = max(drafter.max_draft_tokens for drafter in members)
         layers = [layer for drafter in members for layer in drafter.aux_hidden_state_layers]
@@ -49,7 +58,7 @@ class SeveralDrafters:
         self._missed: dict[str, set[int]] = {name: set() for name in self._sharing}  # KV slots, until it gets a context
         self._shadow_trees = {name: ShadowTrees() for name in drafters}
         self._failing: set[str] = set()  # that did not draft the last time
-        self._clock = clock
+        self._clock, self._num_ranks = clock, num_ranks
         self._uses: list[tuple[DrafterUse, HostCopy | None]] = []  # with the numbers of nodes of the trees
 
     def propose(self, context: ProposeContext) -> DraftTree:
@@ -112,7 +121,7 @@ class SeveralDrafters:
             own, shadowed = part.shares(seen)
             seconds = self._clock() - start
             self._uses.append((DrafterUse(name, seconds * own, seconds * shadowed, *compared, num_faults=1), None))
-            if len(self.members) == 1:
+            if len(self.members) == 1 or (self._num_ranks > 1 and not isinstance(error, DraftFaultError)):
                 raise
             if name not in self._failing and not isinstance(error, DraftFaultError):
                 logger.exception("the drafter %s failed; its requests go on without drafts", name)

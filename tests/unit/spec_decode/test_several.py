@@ -1,6 +1,7 @@
 """Several drafters act as one: each sees its own requests, layers and time; their trees are one batch."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -142,6 +143,16 @@ def test_a_shadow_that_raises_leaves_the_others_drafts(caplog: pytest.LogCapture
     single = SeveralDrafters({"a": broken})
     with pytest.raises(IndexError):
         single.propose(context_with({0: "a"}))
+
+
+def test_one_rank_of_several_does_not_go_on_alone() -> None:
+    """Where a drafter raises on one rank, the others wait for its part of a sum. What all ranks find is a fault."""
+    raising, faulty = RecordingDrafter(50, 1), RecordingDrafter(50, 1, fault=DraftFault.NOT_A_NUMBER)
+    raising.propose = lambda _: [][0]  # type: ignore[method-assign]
+    for broken in (raising, faulty):
+        several = SeveralDrafters({"a": broken, "b": RecordingDrafter(60, 1)}, num_ranks=2)
+        with pytest.raises(IndexError) if broken is raising else nullcontext():
+            assert trees_of(several.propose(context_with({0: "a", 1: "b"}))) == [[9], [9, 60]]
 
 
 @pytest.mark.parametrize(
