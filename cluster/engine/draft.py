@@ -24,12 +24,15 @@ if TYPE_CHECKING:
 class DraftActor:
     """A Ray actor, one of those that draft together. Call `start` once, then `loop`, which runs until it ends."""
 
-    def __init__(self, config: EngineConfig, heartbeat_path: str | None, rank: int = 0) -> None:
-        """Start beating in `heartbeat_path`, on rank 0, and loading what the drafter needs of the target."""
+    def __init__(self, config: EngineConfig, heartbeat_path: str, rank: int = 0) -> None:
+        """Start loading what the drafter needs of the target, and beating in `heartbeat_path`, a file of the router.
+
+        Rank 0 is on the router's node. Others may have another one, where there is no such file.
+        """
         set_log_level_from_environment()
         see_own_gpus()
         self._heartbeat = None
-        if heartbeat_path is not None:
+        if rank == 0 or Path(heartbeat_path).exists():
             self._heartbeat = HeartbeatFile(Path(heartbeat_path))
             self._heartbeat.keep_beating()
         self._config, self._rank = config, rank
@@ -67,9 +70,10 @@ class DraftActor:
 
         Rank 0 connects, the others follow it. EngineDeadError if the target refuses this drafter.
         """
-        if self._heartbeat is None:
+        if self._rank > 0:
             self._server.follow()
             return
+        assert self._heartbeat is not None
         self._server.serve(address, epoch, on_accept=self._heartbeat.mark_loaded)
 
 

@@ -122,8 +122,8 @@ class RayExecutor:
         if self._failure is None and self._sentinels:
             ended, _ = ray.wait(self._sentinels, timeout=timeout)
             if ended:
-                rank = f"rank {self._sentinels.index(ended[0])} of the target"
-                self._failure = f"{rank} {exit_reason(rank, ended[0], 'ended')}"
+                names = [f"rank {rank} of the target" for rank in range(len(self._sentinels))]
+                self._failure = exit_reason(names, self._sentinels, "ended")
         if self._failure is None and self._watchdogs is not None:
             self._failure = self._watchdogs.failure()
         if self._failure is None and self._drafter is not None:

@@ -170,9 +170,9 @@ class DrafterSupervisor:
             if not self._config.speculative.has_drafter:
                 continue
             if self._drafter is None:
-                return "did not start"
+                return "drafter did not start"
             if self._has_faulted.is_set() and self._drafter.is_accepted:
-                return "was dropped by its target"
+                return "drafter was dropped by its target"
             self._has_faulted.clear()  # of the drafter before; an idle target notices its end late
             if self._drafter.has_ended():
                 return self._drafter.exit_reason()
@@ -181,8 +181,8 @@ class DrafterSupervisor:
 
     def _restart(self, reason: str) -> None:
         age_s = self._drafter.age_s if self._drafter is not None else 0.0
-        logger.warning("the drafter %s after %.1f s; restarting it", reason, age_s)
-        self._end_reason = f"the last drafter {reason}"
+        logger.warning("the %s after %.1f s; restarting it", reason, age_s)
+        self._end_reason = f"the last {reason}"
         _end(self._drafter)
         self._drafter = None
         self._backoff_s = MIN_BACKOFF_S if age_s > STABLE_AFTER_S else min(2 * self._backoff_s, MAX_BACKOFF_S)
@@ -248,12 +248,12 @@ class DrafterSupervisor:
 
     def _create(self, config: EngineConfig) -> "_DrafterProcesses":
         self._num_created += 1
-        path = Path(self._endpoint.address).with_name(f"heartbeat-drafter-{self._num_created}")
-        first, *others = self._actor_classes if splits_draft_models(config.speculative) else self._actor_classes[:1]
-        actors = [first.remote(config, str(path), 0)]
-        actors += [each.remote(config, None, rank) for rank, each in enumerate(others, 1)]
-        rendezvous = path.with_name(f"ranks-drafter-{self._num_created}")
-        return _DrafterProcesses(HeartbeatFile(path), actors, rendezvous)
+        classes = self._actor_classes if splits_draft_models(config.speculative) else self._actor_classes[:1]
+        folder, number = Path(self._endpoint.address).parent, self._num_created
+        paths = [folder / f"heartbeat-drafter-{number}-{rank}" for rank in range(len(classes))]
+        heartbeats = [HeartbeatFile(path) for path in paths]  # made before the actors look for them
+        actors = [each.remote(config, str(paths[rank]), rank) for rank, each in enumerate(classes)]
+        return _DrafterProcesses(heartbeats, actors, folder / f"ranks-drafter-{number}")
 
 
 class _CancelledError(Exception):
@@ -263,17 +263,18 @@ class _CancelledError(Exception):
 class _DrafterProcesses:
     """The processes of one drafter, from the creation of their actors until their end.
 
-    The first one has a heartbeat. Without any of the others it cannot draft, so that it is late and then frozen.
+    Those on this node have heartbeats, and the first one is on this node. Without any of the others it cannot draft, so
+    that it is late and then frozen.
     """
 
-    def __init__(self, heartbeat: HeartbeatFile, actors: Sequence[Any], rendezvous: Path) -> None:
+    def __init__(self, heartbeats: Sequence[HeartbeatFile], actors: Sequence[Any], rendezvous: Path) -> None:
         """`rendezvous` is a new file for actors of one node to meet."""
-        self._heartbeat = heartbeat
+        self._heartbeats = heartbeats
         self._actors, self._rendezvous = actors, rendezvous
-        self._process: Process | None = None  # the first
+        self._processes: dict[int, Process] = {}  # by rank, those on this node
         self._sentinels: list[ray.ObjectRef[None]] = []
         self._created_at = time.monotonic()
-        self._silence = SilenceWatch(heartbeat, POLL_INTERVAL_S)
+        self._silences = [SilenceWatch(heartbeat, POLL_INTERVAL_S) for heartbeat in heartbeats]
 
     @property
     def age_s(self) -> float:
@@ -288,11 +289,11 @@ class _DrafterProcesses:
             ended, waiting = ray.wait(waiting, timeout=POLL_INTERVAL_S)
             for call in ended:
                 ray.get(call)
-            self._open_process()
+            self._open_processes()
             if waiting and not is_wanted():
                 raise _CancelledError
             if waiting:
-                self._check_heartbeat()
+                self._check_heartbeats()
         handshake: DrafterHandshake = ray.get(calls[0])
         return handshake
 
@@ -309,10 +310,10 @@ class _DrafterProcesses:
         try:
             while not self.is_accepted:
                 if self.await_end(ACCEPTANCE_POLL_S) and not self.is_accepted:
-                    raise EngineDeadError(f"the drafter {self.exit_reason()}")
+                    raise EngineDeadError(f"the {self.exit_reason()}")
                 if not is_wanted():
                     raise _CancelledError
-                self._check_heartbeat()
+                self._check_heartbeats()
         except BaseException:
             self.end()
             raise
@@ -320,7 +321,7 @@ class _DrafterProcesses:
     @property
     def is_accepted(self) -> bool:
         """Whether the target has accepted it."""
-        return self._heartbeat.has_loaded
+        return self._heartbeats[0].has_loaded
 
     def has_ended(self) -> bool:
         return self.await_end(0.0)
@@ -330,16 +331,18 @@ class _DrafterProcesses:
         return bool(ray.wait(self._sentinels, timeout=timeout)[0])
 
     def exit_reason(self) -> str:
-        ended, _ = ray.wait(self._sentinels, timeout=0.0)
-        return exit_reason("the drafter", ended[0], "was dropped by its target")
+        """Which process ended and why, without an article: "drafter died"."""
+        ranks = range(len(self._sentinels))
+        names = ["drafter"] if len(ranks) == 1 else [f"drafter's rank {rank}" for rank in ranks]
+        return exit_reason(names, self._sentinels, "was dropped by its target")
 
     def end(self, grace_s: float = 0.0) -> None:
-        """End the processes, and kill the first unless it ends within `grace_s` seconds. Idempotent."""
+        """End the processes, and kill those on this node unless they end within `grace_s` seconds. Idempotent."""
         for actor in self._actors:
             with contextlib.suppress(RayError):
                 ray.kill(actor)
-        if self._process is not None:
-            self._process.kill(grace_s)
+        for process in self._processes.values():
+            process.kill(grace_s)
 
     def _init_method(self, spans_nodes: bool) -> str | None:
         """torch.distributed's init method of several actors; see RayExecutor."""
@@ -350,15 +353,17 @@ class _DrafterProcesses:
         opened: str = ray.get(self._actors[0].open_store.remote(), timeout=FIRST_HEARTBEAT_TIMEOUT_S)
         return opened
 
-    def _open_process(self) -> None:
-        """Open the process while it runs, before its ID can be reused."""
-        if self._process is None and self._heartbeat.pid is not None:
-            self._process = Process(self._heartbeat.pid)
+    def _open_processes(self) -> None:
+        """Open the processes while they run, before their IDs can be reused."""
+        for rank, heartbeat in enumerate(self._heartbeats):
+            if rank not in self._processes and heartbeat.pid is not None:
+                self._processes[rank] = Process(heartbeat.pid)
 
-    def _check_heartbeat(self) -> None:
-        if (silence_s := self._silence.poll()) > LOADING_FROZEN_S:
-            raise TimeoutError(f"it has not run for {silence_s:.0f} s")
-        if self._heartbeat.pid is None and self.age_s > FIRST_HEARTBEAT_TIMEOUT_S:
+    def _check_heartbeats(self) -> None:
+        for rank, (heartbeat, silence) in enumerate(zip(self._heartbeats, self._silences, strict=True)):
+            if heartbeat.pid is not None and (silence_s := silence.poll()) > LOADING_FROZEN_S:
+                raise TimeoutError(f"its rank {rank} has not run for {silence_s:.0f} s")
+        if self._heartbeats[0].pid is None and self.age_s > FIRST_HEARTBEAT_TIMEOUT_S:
             raise TimeoutError(f"its process has not started in {self.age_s:.0f} s")
 
 

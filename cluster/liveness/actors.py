@@ -5,6 +5,7 @@ import logging
 import os
 import select
 import signal
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
 import ray
@@ -13,6 +14,7 @@ from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskErr
 from specray.errors import ConfigError, EngineDeadError, SpecRayError
 
 logger = logging.getLogger("ray.serve")
+CAUSE_S = 0.5  # for the actor that ended the others to be reported, too
 RAY_EXIT_S = 1.0  # for a process that Ray ends, which takes milliseconds; Ray logs a failure if it is killed meanwhile
 
 
@@ -50,19 +52,46 @@ def start_error(what: str, error: RayError) -> SpecRayError:
     return EngineDeadError(f"{what} did not start: {type(cause).__name__}: {cause}")
 
 
-def exit_reason(what: str, sentinel: "ray.ObjectRef[Any]", returned: str) -> str:
-    """Why an actor's endless task `sentinel` has ended. `returned` is the reason if the task returned normally."""
-    try:
-        ray.get(sentinel)
-    except RayTaskError as error:
-        logger.error("%s failed: %s", what, error)
-        # Messages of other errors may have paths and addresses.
-        detail = f": {error.cause}" if isinstance(error.cause, SpecRayError) else ""
-        return f"failed: {type(error.cause).__name__}{detail}"
-    except RayError as error:
-        logger.error("%s ended: %s", what, error)
-        return _end_of(error)
-    return returned
+def exit_reason(names: Sequence[str], sentinels: "Sequence[ray.ObjectRef[Any]]", returned: str) -> str:
+    """Which of some actors ended first, and why: "rank 1 of the target died".
+
+    At least one of their endless tasks `sentinels` has ended. The end of an actor breaks the collectives of the others,
+    which may be reported first. `returned` is the reason of a task that returned normally.
+    """
+    ends = _ends(names, sentinels)
+    if all(_is_consequence(error) for _, error in ends) and len(ends) < len(sentinels):
+        ray.wait(list(sentinels), num_returns=len(sentinels), timeout=CAUSE_S)
+        ends = _ends(names, sentinels)
+    name, end = min(ends, key=lambda each: _is_consequence(each[1]))
+    match end:
+        case None:
+            return f"{name} {returned}"
+        case RayTaskError(cause=SpecRayError() as cause):
+            return f"{name} failed: {type(cause).__name__}: {cause}"
+        case RayTaskError(cause=cause):  # messages of other errors may have paths and addresses
+            return f"{name} failed: {type(cause).__name__}"
+        case _:
+            return f"{name} {_end_of(end)}"
+
+
+def _ends(names: Sequence[str], sentinels: "Sequence[ray.ObjectRef[Any]]") -> list[tuple[str, RayError | None]]:
+    """The name of each actor that has ended, and its error."""
+    ended, _ = ray.wait(list(sentinels), num_returns=len(sentinels), timeout=0.0)
+    ends: list[tuple[str, RayError | None]] = []
+    for name, sentinel in zip(names, sentinels, strict=True):
+        if sentinel in ended:
+            try:
+                ray.get(sentinel)
+                ends.append((name, None))
+            except RayError as error:
+                logger.error("%s ended: %s", name, error)
+                ends.append((name, error))
+    return ends
+
+
+def _is_consequence(error: RayError | None) -> bool:
+    """Whether an actor may have ended because another one did: a collective failed, or its task returned."""
+    return error is None or (isinstance(error, RayTaskError) and not isinstance(error.cause, SpecRayError))
 
 
 def _end_of(error: RayError) -> str:

@@ -21,6 +21,7 @@ HANDSHAKE = DrafterHandshake(7, [0], True)
 NGRAM = SpeculativeConfig(algorithm="NGRAM")
 SMALL = SpeculativeConfig(algorithm="NGRAM", num_draft_tokens=3)
 OFF = SpeculativeConfig()
+HEAD = SpeculativeConfig(algorithm="EAGLE3", draft_model_path="head")
 
 
 class Call(Future[Any]):
@@ -34,10 +35,9 @@ class Call(Future[Any]):
 class FakeActor:
     """A DraftActor."""
 
-    def __init__(self, config: EngineConfig, heartbeat_path: str | None, rank: int) -> None:
-        assert (heartbeat_path is None) == (rank > 0)
-        self.speculative = config.speculative
-        self.heartbeat = None if heartbeat_path is None else HeartbeatFile(Path(heartbeat_path))
+    def __init__(self, config: EngineConfig, heartbeat_path: str, rank: int) -> None:
+        self.speculative, self.rank = config.speculative, rank
+        self.heartbeat = HeartbeatFile(Path(heartbeat_path))
         self.start, self.loop = Call(), Call()
         self.is_killed = False
 
@@ -58,9 +58,9 @@ class FakeRay:
 
         class Class:
             @staticmethod
-            def remote(config: EngineConfig, heartbeat_path: str | None, rank: int) -> FakeActor:
+            def remote(config: EngineConfig, heartbeat_path: str, rank: int) -> FakeActor:
                 outer.actors.append(FakeActor(config, heartbeat_path, rank))
-                if outer.accepts_at_once and outer.actors[-1].heartbeat is not None:
+                if outer.accepts_at_once and rank == 0:
                     outer.actors[-1].heartbeat.mark_loaded()
                 if outer.loads_at_once:
                     outer.actors[-1].start.set_result(HANDSHAKE)
@@ -92,7 +92,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     fake = FakeRay()
     monkeypatch.setattr(supervision, "ray", fake)
     monkeypatch.setattr(supervision, "Process", FakeProcess)
-    monkeypatch.setattr(supervision, "exit_reason", lambda *_: "died")
+    monkeypatch.setattr(supervision, "exit_reason", lambda *_: "drafter died")
     monkeypatch.setattr(supervision, "MIN_BACKOFF_S", 0.01)
     monkeypatch.setattr(supervision, "POLL_INTERVAL_S", 0.01)
     return fake
@@ -314,6 +314,27 @@ def test_a_drafter_that_freezes_while_loading_is_replaced(
     until(lambda: supervisor.state == ("ready", NGRAM, None, 1, ""))
 
 
+def test_a_part_of_a_drafter_that_freezes_while_loading_is_noticed(
+    ray: FakeRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One on another node has no heartbeat here, and does not count as frozen."""
+    monkeypatch.setattr(supervision, "LOADING_FROZEN_S", 0.2)
+    ray.loads_at_once = False
+    config = EngineConfig(model="toy", tp_size=3, speculative=HEAD)
+    supervisor = DrafterSupervisor(config, DraftEndpoint(f"{tmp_path}/nowhere", 1), [{}, {}, {}])
+    with ThreadPoolExecutor(1) as pool:
+        started = pool.submit(supervisor.start, 64)
+        first, frozen, far = ray.actors
+        frozen.heartbeat.beat()
+        while not started.done():
+            first.heartbeat.beat()
+            time.sleep(0.02)
+        with pytest.raises(EngineDeadError, match="the drafter did not start"):
+            started.result()
+    assert all(actor.is_killed for actor in (first, frozen, far))
+    supervisor.close()
+
+
 def test_an_error_in_the_supervision_ends_the_engine_with_its_reason(
     ray: FakeRay, supervisor: DrafterSupervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -336,7 +357,7 @@ def test_a_drafter_that_the_target_has_not_accepted_is_absent(
     ray: FakeRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ray.accepts_at_once = False
-    monkeypatch.setattr(supervision, "exit_reason", lambda *_: "failed: EngineDeadError: the target refused it")
+    monkeypatch.setattr(supervision, "exit_reason", lambda *_: "drafter failed: EngineDeadError: the target refused it")
     config = EngineConfig(model="toy", speculative=NGRAM)
     supervisor = DrafterSupervisor(config, DraftEndpoint(f"{tmp_path}/nowhere", 1), [{}])
     supervisor.start(64)  # which returns before the target runs steps
