@@ -39,27 +39,49 @@ class RayExporter:
             gauge.set(value, {label: label_value} if label else {})
 
 
-def log_line(before: Snapshot, now: Snapshot, seconds: float, num_kv_tokens: int) -> str | None:
-    """The log line for the time between two snapshots, in SGLang's style; None if the engine was idle."""
+class EngineSizes(NamedTuple):
+    """What log lines say of an engine that its counters do not."""
+
+    num_kv_tokens: int
+    has_graphs: bool  # see Capacity
+
+
+def log_lines(before: Snapshot, now: Snapshot, seconds: float, sizes: EngineSizes) -> list[str]:
+    """SGLang's lines of prompts and of decoding for the time between two snapshots; none if the engine was idle."""
 
     def grown(name: str) -> float:
         return number(now, name) - number(before, name)
 
     if not _is_busy(before, now):
-        return None
-    num_verify_steps = grown("specray_verify_steps_total")
-    num_accepted = grown(NUM_ACCEPTED)
-    accept_length = 1 + num_accepted / num_verify_steps if num_verify_steps else 0.0
+        return []
     usage = number(now, "specray_kv_cache_usage_perc")
+    running = f"#running-req: {number(now, 'specray_num_requests_running'):.0f}"
+    queued = f"#queue-req: {number(now, 'specray_num_requests_waiting'):.0f}"
     simulated = "SIMULATED ACCEPTANCE, " if number(now, "specray_acceptance_is_simulated") else ""
-    return (
-        f"{simulated}running: {number(now, 'specray_num_requests_running'):.0f}, "
-        f"queued: {number(now, 'specray_num_requests_waiting'):.0f}, "
-        f"tokens: {usage * num_kv_tokens:.0f}, "
-        f"kv usage: {usage:.2f}, "
-        f"accept len: {accept_length:.2f}, "
-        f"gen throughput (token/s): {grown('specray_generation_tokens_total') / seconds:.1f}"
+    lines = []
+    if num_prompt := grown("specray_prompt_tokens_total"):
+        num_cached = grown("specray_prefix_cache_hits_total")
+        lines.append(
+            f"Prefill batch. #new-seq: {_observations(now, before, 'specray_request_queue_time_seconds')}, "
+            f"#new-token: {num_prompt - num_cached:.0f}, #cached-token: {num_cached:.0f}, token usage: {usage:.2f}, "
+            f"{running}, {queued}"
+        )
+    num_verify_steps = grown("specray_verify_steps_total")
+    accept_length = 1 + grown(NUM_ACCEPTED) / num_verify_steps if num_verify_steps else 0.0
+    lines.append(
+        f"{simulated}Decode batch. {running}, #token: {usage * sizes.num_kv_tokens:.0f}, token usage: {usage:.2f}, "
+        f"accept len: {accept_length:.2f}, cuda graph: {sizes.has_graphs}, "
+        f"gen throughput (token/s): {grown('specray_generation_tokens_total') / seconds:.1f}, {queued}"
     )
+    return lines
+
+
+def _observations(now: Snapshot, before: Snapshot, name: str) -> int:
+    """Observations of a histogram between two snapshots."""
+    new, old = now[name], before[name]
+    assert isinstance(new, HistogramSnapshot)
+    assert isinstance(old, HistogramSnapshot)
+    return round(new.cumulative()[-1][1] - old.cumulative()[-1][1])
 
 
 def _is_busy(before: Snapshot, now: Snapshot) -> bool:
@@ -138,22 +160,22 @@ class AcceptanceWindow:
 
 
 class LogReporter:
-    """Writes one log line per interval, unless the engine was idle."""
+    """Writes log lines once per interval, unless the engine was idle."""
 
-    def __init__(self, interval_s: float, num_kv_tokens: int, clock: Callable[[], float]) -> None:
+    def __init__(self, interval_s: float, sizes: EngineSizes, clock: Callable[[], float]) -> None:
         self._interval_s = interval_s
-        self._num_kv_tokens = num_kv_tokens
+        self._sizes = sizes
         self._clock = clock
         self._last: tuple[float, Snapshot] | None = None
 
     def report(self, snapshot: Snapshot) -> None:
-        """Log the change since the last line if the interval has passed. The first call only starts the interval."""
+        """Log the change since the last lines if the interval has passed. The first call only starts the interval."""
         now = self._clock()
         if self._last is None:
             self._last = now, snapshot
         since, before = self._last
         if now - since < self._interval_s:
             return
-        if line := log_line(before, snapshot, now - since, self._num_kv_tokens):
+        for line in log_lines(before, snapshot, now - since, self._sizes):
             logger.info(line)
         self._last = now, snapshot

@@ -24,7 +24,7 @@ from cluster.autoscaling import autoscaling_stats
 from cluster.config import AppConfig
 from cluster.engine.connections import Connections
 from cluster.engine.executor import RayExecutor
-from cluster.engine.metrics import AcceptanceWindow, Backoff, LogReporter, RayExporter
+from cluster.engine.metrics import AcceptanceWindow, Backoff, EngineSizes, LogReporter, RayExporter
 from cluster.engine.reconciler import DrafterReconciler, drafter_report
 from cluster.process_settings import set_log_level
 from specray.engine.async_engine import AsyncEngine
@@ -68,6 +68,7 @@ class Router:
         self._config = config
         self._exit_process = exit_process
         self._error: str | None = None
+        self._background: list[asyncio.Task[None]] = []
         self._replica_id = _own_replica_id()
         self._executor, engine = await asyncio.to_thread(_start_engine, config)
         self._loop = asyncio.get_running_loop()
@@ -100,6 +101,8 @@ class Router:
 
     async def __del__(self) -> None:
         """Serve awaits this when the replica stops, after its calls have ended."""
+        if not self._background:  # the engine did not start
+            return
         self._error = STOPPED  # so that the end of a rank is no failure
         for task in self._background:
             task.cancel()
@@ -319,7 +322,8 @@ class Router:
 
     async def _maintain(self) -> None:
         exporter = RayExporter()
-        reporter = LogReporter(self._config.server.log_interval_s, self._info.num_kv_tokens, time.monotonic)
+        sizes = EngineSizes(self._info.num_kv_tokens, self._executor.capacity.has_graphs)
+        reporter = LogReporter(self._config.server.log_interval_s, sizes, time.monotonic)
         reporter.report(self._engine.stats())
         while True:
             await asyncio.sleep(self._config.server.metrics_interval_s)

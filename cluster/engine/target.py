@@ -1,6 +1,7 @@
 """The process of one target rank: a `specray` worker and the loop that passes it the router's plans."""
 
 import socket
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -85,11 +86,16 @@ class TargetActor:
 
     def _load(self, init_method: str | None) -> "Worker":
         # The router imports this module and must not load torch.
-        from specray.worker.memory import STARTING, enough_memory
+        import torch
+
+        from specray.worker.loading import choose_device
+        from specray.worker.memory import STARTING, await_freed_memory, enough_memory
         from specray.worker.startup import start_worker
 
         if init_method is not None:
             use_interface(init_method, Place.here().address)
+        if (device := choose_device(self._config, self._rank)).type == "cuda":
+            await_freed_memory(self._config, partial(torch.cuda.mem_get_info, device))
         with enough_memory(self._config, STARTING, ConfigError):
             return start_worker(
                 self._config, self._rank, self._config.tp_size, init_method, progress=True, colocate=self._endpoint

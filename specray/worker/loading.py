@@ -1,5 +1,6 @@
 """One rank of the target, loaded: the model, its KV pool and its attention kernels, and what a drafter can share."""
 
+import logging
 from pathlib import Path
 
 import torch
@@ -15,11 +16,14 @@ from specray.ops.backends import check_kv_dtype, make_backend
 from specray.ops.device_ops import ops_on
 from specray.spec_decode.drafter import TargetView
 from specray.worker.kv_cache import KVCache
-from specray.worker.memory_plan import count_blocks, count_stored_states, demand_of, kv_dtype
+from specray.worker.memory_plan import count_blocks, count_stored_states, demand_of, device_memory, kv_dtype
 from specray.worker.model_runner import make_runner
 from specray.worker.remote_drafter.handshake import DraftPlacement
 from specray.worker.remote_drafter.source import RingLimits
 from specray.worker.state_pool import StatePool
+
+_GIB = 2**30
+logger = logging.getLogger(__name__)
 
 
 class LoadedTarget:
@@ -41,6 +45,7 @@ class LoadedTarget:
         check_kv_dtype(config.kv_cache_dtype, config.attention_backend, device)
         if is_float8(kv_dtype(config, torch.float32)):
             _check_kv_scales(config, folder)
+        _, used_before = device_memory(device)
         self.model = model or load_model(folder, config, group, device, progress, screens_output=True)
         model_config = load_config(folder, config.model_impl)
         if config.kv_cache_dtype == "int8" and not self.model.can_round_kv:
@@ -51,6 +56,14 @@ class LoadedTarget:
         self._architecture = (model_config.architectures or [""])[0]
         self.context_length = context_length(model_config, config.context_length)
         shape, dtype = self.model.shape, self.model.embedding.weight.dtype
+        total, used = device_memory(device)
+        logger.info(  # this line and the next are SGLang's
+            "Load weight end. type=%s, dtype=%s, avail mem=%.2f GB, mem usage=%.2f GB.",
+            self._architecture,
+            dtype,
+            (total - used) / _GIB,
+            (used - used_before) / _GIB,
+        )
         demand = demand_of(config, model_config, shape, folder, dtype, device, group, placement, uses_cuda_ipc)
         num_stored = group.smallest(count_stored_states(config, shape, demand, device))
         self.num_stored_states = num_stored if shape.states else None  # see Capacity
@@ -58,6 +71,9 @@ class LoadedTarget:
         self.num_blocks = group.smallest(count_blocks(config, demand, self.context_length, device))
         sizes = (shape.num_kv_layers, shape.num_local_kv_heads, shape.head_dim, self.num_blocks, config.page_size)
         kv = KVCache(*sizes, kv_dtype(config, dtype), device)
+        total, used = device_memory(device)
+        tokens = (self.num_blocks - 1) * config.page_size
+        logger.info("Memory pool end. #tokens: %d, avail mem=%.2f GB", tokens, (total - used) / _GIB)
         attention = make_backend(
             config.attention_backend,
             kv.pool,

@@ -107,6 +107,7 @@ def start_worker(
         dtype=str(target.model.embedding.weight.dtype).removeprefix("torch."),
         hardware=_hardware(device),
         has_one_text=target.has_one_text,
+        has_graphs=graphs is not None,
         without_graphs=tuple(without_graphs),
         lacks_cpu_kernels=device.type == "cpu" and ops_on(device).name != "cpu",
         num_stored_states=target.num_stored_states,

@@ -34,7 +34,8 @@ def fake_cuda(read: int = 1, num_nodes: int | None = None) -> Iterator[FakeTenso
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with ExitStack() as stack:
-        for name, value in (("device_count", 1), ("is_available", True), ("set_device", None)):
+        found = {"device_count": 1, "is_available": True, "set_device": None, "mem_get_info": (1 << 36, 1 << 36)}
+        for name, value in found.items():
             stack.enter_context(mock.patch(f"torch.cuda.{name}", return_value=value))
         stack.enter_context(mock.patch("torch.Event"))
         properties = SimpleNamespace(name="a fake GPU", multi_processor_count=132, major=9)

@@ -5,7 +5,7 @@ from typing import ClassVar
 import pytest
 
 import cluster.engine.metrics
-from cluster.engine.metrics import LogReporter, RayExporter, log_line
+from cluster.engine.metrics import EngineSizes, LogReporter, RayExporter, log_lines
 from specray.engine.stats import EngineStats
 
 
@@ -38,44 +38,63 @@ def busy_stats() -> EngineStats:
     return stats
 
 
-def test_log_line_covers_the_interval_only() -> None:
-    line = log_line(EngineStats().snapshot(), busy_stats().snapshot(), 2.0, num_kv_tokens=1000)
-    assert line == "running: 3, queued: 0, tokens: 50, kv usage: 0.05, accept len: 2.30, gen throughput (token/s): 23.0"
+SIZES = EngineSizes(num_kv_tokens=1000, has_graphs=True)
 
 
-def test_log_line_marks_simulated_acceptance() -> None:
+def test_log_lines_cover_the_interval_only() -> None:
+    [line] = log_lines(EngineStats().snapshot(), busy_stats().snapshot(), 2.0, SIZES)
+    assert line == (
+        "Decode batch. #running-req: 3, #token: 50, token usage: 0.05, accept len: 2.30, cuda graph: True, "
+        "gen throughput (token/s): 23.0, #queue-req: 0"
+    )
+
+
+def test_prompts_have_a_line_of_their_own() -> None:
+    before, stats = busy_stats(), busy_stats()
+    before.observe("specray_request_queue_time_seconds", 1.0)
+    for seconds in (1.0, 0.1, 0.2):
+        stats.observe("specray_request_queue_time_seconds", seconds)
+    stats.add("specray_prompt_tokens_total", 70)
+    stats.add("specray_prefix_cache_hits_total", 30)
+    line, _ = log_lines(before.snapshot(), stats.snapshot(), 2.0, SIZES)
+    assert line == (
+        "Prefill batch. #new-seq: 2, #new-token: 40, #cached-token: 30, token usage: 0.05, #running-req: 3, "
+        "#queue-req: 0"
+    )
+
+
+def test_log_lines_mark_simulated_acceptance() -> None:
     stats = busy_stats()
     stats.set("specray_acceptance_is_simulated", 1)
-    line = log_line(EngineStats().snapshot(), stats.snapshot(), 2.0, num_kv_tokens=1000)
-    assert line is not None
-    assert line.startswith("SIMULATED ACCEPTANCE, running: 3")
+    [line] = log_lines(EngineStats().snapshot(), stats.snapshot(), 2.0, SIZES._replace(has_graphs=False))
+    assert line.startswith("SIMULATED ACCEPTANCE, Decode batch. #running-req: 3")
+    assert "cuda graph: False" in line
 
 
-def test_no_log_line_without_traffic() -> None:
+def test_no_log_lines_without_traffic() -> None:
     stats = busy_stats()
     stats.set("specray_num_requests_running", 0)
-    assert log_line(stats.snapshot(), stats.snapshot(), 2.0, num_kv_tokens=1000) is None
+    assert log_lines(stats.snapshot(), stats.snapshot(), 2.0, SIZES) == []
 
 
-def test_no_log_line_for_probes() -> None:
+def test_no_log_lines_for_probes() -> None:
     """The server's own probes make steps without tokens, and one may be running when the line is due."""
     before, stats = busy_stats(), busy_stats()
     before.set("specray_num_requests_running", 0)
     stats.add("specray_steps_total", 5)
     stats.set("specray_num_requests_running", 1)
-    assert log_line(before.snapshot(), stats.snapshot(), 10.0, num_kv_tokens=1000) is None
+    assert log_lines(before.snapshot(), stats.snapshot(), 10.0, SIZES) == []
 
 
 def test_a_long_prefill_has_a_log_line() -> None:
-    line = log_line(busy_stats().snapshot(), busy_stats().snapshot(), 10.0, num_kv_tokens=1000)
-    assert line is not None
-    assert line.startswith("running: 3")
+    [line] = log_lines(busy_stats().snapshot(), busy_stats().snapshot(), 10.0, SIZES)
+    assert line.startswith("Decode batch. #running-req: 3")
 
 
 def test_reporter_writes_one_line_per_interval(caplog: pytest.LogCaptureFixture) -> None:
     now = 0.0
     stats = EngineStats()
-    reporter = LogReporter(10.0, 1000, lambda: now)
+    reporter = LogReporter(10.0, SIZES, lambda: now)
     with caplog.at_level("INFO", "ray.serve"):
         for _ in range(25):
             stats.add("specray_generation_tokens_total")

@@ -2,12 +2,17 @@
 
 import asyncio
 import time
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import cluster.engine.router
+from cluster.config import AppConfig
 from cluster.engine.connections import Connections
+from cluster.engine.router import Router
+from specray.errors import ConfigError
 from tests.support.scripted_server import Serve
 from tests.unit.server.routing.test_failover import BODY, SLOW, serving, stream
 
@@ -58,3 +63,14 @@ def test_a_step_that_hangs_in_the_host_ends_the_engine(serve: Serve, monkeypatch
             assert "a step did not end within 1.2 s" in str(server.router._error)
 
     asyncio.run(scenario())
+
+
+def test_a_router_whose_engine_does_not_start_stops_without_an_error(tmp_path: Path) -> None:
+    router: Any = SimpleNamespace()
+
+    async def start_and_stop() -> None:
+        with pytest.raises(ConfigError):
+            await Router.__init__(router, AppConfig(model=str(tmp_path)))  # type: ignore[misc]
+        await Router.__del__(router)
+
+    asyncio.run(start_and_stop())
