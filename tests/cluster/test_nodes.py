@@ -1,4 +1,7 @@
-"""Engines on three nodes, one of them across two: the same text, also with a frozen rank, a cut link or a lost node."""
+"""Engines on three nodes, one of them across two, with drafters on all ranks: the text of plain decoding.
+
+Also with a frozen rank, a cut link or a lost node. Half of the requests have an EAGLE-3 head, the others MTP layers.
+"""
 
 import json
 import os
@@ -20,6 +23,8 @@ import pytest
 from specray.cli.local_server import free_port
 from specray.llm import LLM
 from specray.sampling_params import SamplingParams
+from tests.support.heads import write_random_head
+from tests.support.mtp import write_mimo_layers
 from tests.support.networks import Network
 from tests.support.nodes import JOIN_ATTEMPTS, STORE_BYTES, Nodes, environment
 from tests.support.processes import own_processes, wait_until
@@ -31,13 +36,16 @@ UNREACHABLE_END_S = 6.0  # within which unreachable ranks exit
 SMALL = {"max_total_tokens": 4096, "num_threads": 1, "dtype": "float32", "device": "cpu"}
 LONG = {"max_tokens": 250, "temperature": 0.8, "ignore_eos": True}
 PROMPTS = [f"Story number {number}:" for number in range(6)]
+DRAFTERS = ("head", "layers")
 
 # Three engines of two ranks, each of which takes a seat, and only the head can hold the ingress. So head and second
-# node have an engine each, and the third is across the head, with its router, and the far node.
+# node have an engine each, and the third is across the head, with its router, and the far node. A draft actor is beside
+# each rank.
 SPLIT = {
     "tp_size": 2,
     "placement": {"across_nodes": True, "rank_resources": {"seat": 1}},
-    "server": {"num_replicas": 3, "router_cpus": 1, "rank_cpus": 1, "ingress_cpus": 5},
+    "draft": {"cpus": 0.5},
+    "server": {"num_replicas": 3, "router_cpus": 1, "rank_cpus": 0.5, "ingress_cpus": 5},
 }
 HEAD = {"num_cpus": 32, "resources": {"seat": 3}}
 SECOND = {"num_cpus": 4, "resources": {"seat": 2}}
@@ -46,7 +54,7 @@ FAR = {"num_cpus": 1, "resources": {"seat": 1}}
 
 @pytest.fixture(scope="module")
 def expected(tiny_model: Path) -> list[str]:
-    """The texts of one rank without a cluster."""
+    """The texts of one rank without a cluster and without drafts."""
     llm = LLM(model=str(tiny_model), **SMALL)
     params = [SamplingParams(seed=seed, **LONG) for seed in range(len(PROMPTS))]
     return [generation.choices[0].text for generation in llm.generate(PROMPTS, params)]
@@ -63,9 +71,24 @@ def network() -> Iterator[Network | None]:
 
 
 @pytest.fixture(scope="module")
-def nodes(tiny_model: Path, network: Network | None) -> Iterator[Nodes]:
+def speculative(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    """Two drafters, both of which are split over the ranks."""
+    folder = tmp_path_factory.mktemp("drafters")
+    head = write_random_head(folder / "head", tiny_model, 3, draft_vocab_size=256)
+    layers = write_mimo_layers(folder / "layers", tiny_model)
+    shape = {"num_steps": 2, "eagle_topk": 2, "num_draft_tokens": 5}
+    return {
+        "drafters": [
+            {"name": "head", "algorithm": "EAGLE3", "draft_model_path": str(head), **shape},
+            {"name": "layers", "algorithm": "MTP", "draft_model_path": str(layers), **shape},
+        ]
+    }
+
+
+@pytest.fixture(scope="module")
+def nodes(tiny_model: Path, speculative: dict[str, object], network: Network | None) -> Iterator[Nodes]:
     """Three nodes with three engines. The far node is behind the network's link, if there is one."""
-    config = {"model": str(tiny_model), **SMALL, **SPLIT}
+    config = {"model": str(tiny_model), "speculative": speculative, **SMALL, **SPLIT}
     if network is None:
         with Nodes(config, free_port(), HEAD, [SECOND, FAR]) as nodes:
             nodes.await_ready()
@@ -113,7 +136,8 @@ class Streams:
 
     def _write(self, number: int) -> str:
         """The complete text, or the error event."""
-        body = {"prompt": PROMPTS[number], "seed": number, "stream": True, **LONG}
+        drafter = {"speculative": {"drafter": DRAFTERS[number % len(DRAFTERS)]}}
+        body = {"prompt": PROMPTS[number], "seed": number, "stream": True, **LONG, **drafter}
         text = ""
         with httpx.stream("POST", f"{self._url}/v1/completions", json=body, timeout=120.0) as reply:
             for event in (line.removeprefix("data: ") for line in reply.iter_lines() if line):
@@ -126,11 +150,11 @@ class Streams:
         raise AssertionError(f"the stream ended without an end event after {text!r}")
 
 
-def replicas(url: str) -> dict[str, float]:
-    """Number of tokens that each running engine has generated."""
+def replicas(url: str, metric: str = "generation_tokens_total", labels: str = "") -> dict[str, float]:
+    """A counter of each running engine: by default, of the tokens that it has generated. `labels` is a pattern."""
     metrics = httpx.get(f"{url}/metrics").text
-    counts = re.findall(r'^specray_generation_tokens_total\{.*?replica="(\w+)".*?\} (\S+)$', metrics, re.MULTILINE)
-    return {replica: float(count) for replica, count in counts}
+    line = rf'^specray_{metric}\{{(?=.*{labels}).*?replica="(\w+)".*?\}} (\S+)$'
+    return {replica: float(count) for replica, count in re.findall(line, metrics, re.MULTILINE)}
 
 
 def remote_rank_pid() -> int:
@@ -159,7 +183,9 @@ def is_zombie(pid: int) -> bool:
 
 def test_engines_on_several_nodes_give_the_same_text(nodes: Nodes, expected: list[str]) -> None:
     assert Streams(nodes.url, len(PROMPTS)).texts() == expected
-    assert len([count for count in replicas(nodes.url).values() if count]) == 3
+    assert len([count for count in replicas(nodes.url, "spec_decode_num_draft_tokens_total").values() if count]) == 3
+    for name in DRAFTERS:
+        assert sum(replicas(nodes.url, "drafter_draft_tokens_total", f'drafter="{name}"').values()) > 0
 
 
 def test_a_frozen_rank_on_another_node_is_killed_and_its_streams_continue(nodes: Nodes, expected: list[str]) -> None:
