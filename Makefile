@@ -16,7 +16,7 @@ COMPUTING := $(filter-out $(WAITING),$(foreach folder,lossless $(addprefix unit/
 	$(wildcard tests/$(folder)/test_*.py tests/$(folder)/*/test_*.py)))
 BENCH_ARGS ?=
 PEERS_ARGS ?=
-GPU_PARTS ?= check kernels speed served overlap placement
+GPU_ARGS ?=
 DEMO_ARGS ?=
 CHAOS_ARGS ?=
 FUZZ_ARGS ?=
@@ -45,7 +45,7 @@ PAGE_INSTALLED := .venv/.page-installed
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-cluster test-computing test-fast test-gpu extras lint format bench bench-peers \
-	gpu-report heads draft mtp parallel chaos fuzz clients sbom lock audit docs page-test clean distclean
+	gpu-report gpu-serve-report heads draft mtp parallel chaos fuzz clients sbom lock audit docs page-test clean distclean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -135,9 +135,13 @@ bench: $(INSTALLED)  ## measure the README's figures on this machine: tens of mi
 bench-peers: $(INSTALLED)  ## measure beside vLLM, llama.cpp, OpenVINO and transformers, each in an environment of its own
 	$(BIN)/python -m benchmarks.peers $(if $(TORCH_ARGS),--torch-args="$(TORCH_ARGS)") $(PEERS_ARGS)
 
-# It needs specray's requirements, but not Ray. Each part saves its figures in benchmarks/results, as `make bench` does.
-gpu-report:  ## check the kernels on this machine's GPU and measure decode steps, with PYTHON's packages: minutes
-	for part in $(GPU_PARTS); do $(PYTHON) -m benchmarks.gpu $$part || exit; done
+# They need specray's requirements, the second one Ray as well. Each part saves its figures in benchmarks/results, as
+# `make bench` does, and is not measured again by the next call.
+gpu-report:  ## check and measure this machine's GPU in at most 12 minutes, with PYTHON's packages (GPU_ARGS: --help)
+	$(PYTHON) -m benchmarks.gpu $(GPU_ARGS)
+
+gpu-serve-report:  ## the same for servers on Ray, whose processes are killed: half an hour
+	$(PYTHON) -m benchmarks.gpu --parts servers --minutes 30 $(GPU_ARGS)
 
 heads: $(INSTALLED)  ## make the package's draft heads again: many hours on two cores; resumes
 	$(BIN)/specray train eagle3 $(HEADS_ANSWERS) $(HEADS_TRAINING) --draft-vocab-size 16384 --weights int8 --run $(HEADS_DIR)/eagle3

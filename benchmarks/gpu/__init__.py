@@ -1,1 +1,1 @@
-"""`python -m benchmarks.gpu check|speed`: the Triton kernels on a GPU. Needs torch and triton, not Ray."""
+"""`python -m benchmarks.gpu`: what a GPU computes, how fast, and as it is served."""

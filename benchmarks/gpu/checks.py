@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu check`: kernels against float64, and one result wherever a token is computed."""
+"""The part `check`: kernels against float64, and one result wherever a token is computed."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.cases import SHAPES, TINY, Shape, Tokens, kernel_cases
-from benchmarks.gpu.report import Cell, Report
+from benchmarks.gpu.report import Cell, Order, Report
 from specray.ops.gpu.few_rows import GpuMatrix
 from specray.ops.gpu.matrix import FixedOrderMatrix
 
@@ -14,9 +14,9 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 HEADERS = ["model", "check", "type", "error", "passed"]
 
 
-def report(device: torch.device, is_tiny: bool) -> Report:
-    shapes, context = ([TINY], 80) if is_tiny else (SHAPES, 1500)
-    found = [row for shape in shapes for row in check(shape, device, context)]
+def report(order: Order) -> Report:
+    shapes, context = ([TINY], 80) if order.is_tiny else (SHAPES, 1500)
+    found = [row for shape in shapes for row in check(shape, order.device, context)]
     num_passed = sum(row["passed"] == "yes" for row in found)
     note = f"{num_passed} of {len(found)} checks passed"
     cell = Cell("Checks", "kernels against float64, passed", "measured", num_passed / len(found), "{:.0%}", 1.0)

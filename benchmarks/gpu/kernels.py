@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu kernels`: the time of each kernel, with the limits of memory and tensor cores.
+"""The part `kernels`: the time of each kernel, with the limits of memory and tensor cores.
 
 Bytes are what a kernel has to read and write once, operations two for each product and sum; so a kernel that reads
 something twice shows a lower rate. Calls do not find their inputs in the L2 cache.
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from benchmarks.gpu.cases import EPS, SHAPES, TINY, Shape, Tokens
-from benchmarks.gpu.report import Cell, Report
+from benchmarks.gpu.report import Cell, Order, Report
 from specray.ops.gpu import kv, layers, sampling
 from specray.ops.gpu.attention import TritonAttend
 from specray.ops.gpu.few_rows import GpuMatrix
@@ -58,9 +58,9 @@ class Measurement(NamedTuple):
     teraflops: float
 
 
-def report(device: torch.device, is_tiny: bool) -> Report:
-    shape, sizes = (TINY, SMALL) if is_tiny else (SHAPES[0], FULL)
-    found = list(measure(shape, sizes, device))
+def report(order: Order) -> Report:
+    shape, sizes = (TINY, SMALL) if order.is_tiny else (SHAPES[0], FULL)
+    found = list(measure(shape, sizes, order.device))
     return Report(HEADERS, table_rows(found), 1, f"{shape.name}, bfloat16", cells(found, sizes))
 
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu placement`: decode steps with the drafter in the rank's process and in one of its own.
+"""The part `placement`: decode steps with the drafter in the rank's process and in one of its own.
 
 `colocated` is a process on the rank's GPU, which the two share by turns unless an MPS server runs; `separate` is one on
 the next GPU. Hidden states cross through page-locked memory of the host, and once more through the GPU's (CUDA IPC).
@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.gpu.random_model import LLAMA_8B, ModelSize, make_target, write_head
+from benchmarks.gpu.random_model import LLAMA_8B, make_target, write_head
 from benchmarks.gpu.random_model import TINY as TINY_MODEL
-from benchmarks.gpu.report import Cell, Report, requests
-from benchmarks.gpu.speed import VARIANTS, Speed, Steps, Variant, config_of
+from benchmarks.gpu.report import Cell, Order, Report, requests
+from benchmarks.gpu.speed import VARIANTS, Setting, Speed, Steps, config_of
 from specray.config import EngineConfig
 from specray.worker.remote_drafter.handshake import DraftEndpoint, DraftPlacement
 from specray.worker.startup import start_worker
@@ -26,16 +26,8 @@ from specray.worker.startup import start_worker
 EPOCH = 1
 
 
-class Setting(NamedTuple):
-    size: ModelSize
-    variant: Variant
-    batch_sizes: tuple[int, ...]
-    num_steps: int
-    prompt: int  # tokens
-
-
-FULL = Setting(LLAMA_8B, VARIANTS[3], (1, 8), 100, 128)
-TINY = Setting(TINY_MODEL, VARIANTS[1], (2,), 5, 8)
+FULL = Setting(LLAMA_8B, [VARIANTS[3]], (1, 8), 100, 128)
+TINY = Setting(TINY_MODEL, [VARIANTS[1]], (2,), 5, 8)
 
 
 class Placed(NamedTuple):
@@ -52,22 +44,23 @@ class Placed(NamedTuple):
         return f"{self.placement}, draft.cuda_ipc" if self.uses_cuda_ipc else self.placement
 
 
-def report(device: torch.device, is_tiny: bool) -> Report:
-    setting = TINY if is_tiny else FULL
+def report(order: Order) -> Report:
+    setting = TINY if order.is_tiny else FULL
+    [variant] = setting.variants
     with tempfile.TemporaryDirectory() as folder:
-        found = list(measure(Path(folder), setting, device))
-    table = f"Placement of the drafter, {setting.variant.title}, tokens a second"
+        found = list(measure(Path(folder), setting, order.device))
+    table = f"Placement of the drafter, {variant.title}, tokens a second"
     cells = [
         Cell(table, each.title, requests(each.batch_size), each.tokens_per_s, "{:,.0f}")
         for each in found
         if each.tokens_per_s is not None
     ]
-    return Report(HEADERS, table_rows(found), 1, setting.variant.title, cells)
+    return Report(HEADERS, table_rows(found), 1, variant.title, cells)
 
 
 def measure(folder: Path, setting: Setting, device: torch.device) -> Iterator[Placed]:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    size, variant, most = setting.size, setting.variant, max(setting.batch_sizes)
+    size, [variant], most = setting.size, setting.variants, max(setting.batch_sizes)
     model = make_target(folder, size, dtype, device)
     head = write_head(folder / "head", size, dtype, device, model.embedding.weight)
     config = config_of(folder, head, device, variant, True, most, setting.prompt, setting.num_steps)

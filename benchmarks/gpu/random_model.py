@@ -58,14 +58,36 @@ class RandomLoader(Loader):
 
 
 def make_target(folder: Path, size: ModelSize, dtype: torch.dtype, device: torch.device) -> Llama:
-    """The target; `folder` gets its config.json and a tokenizer of three tokens."""
+    """The target, without files of weights; `folder` gets what `write_description` writes."""
+    write_description(folder, size)
+    return Llama(load_config(folder), RandomLoader(folder, dtype, device), size.context)
+
+
+def write_target(folder: Path, size: ModelSize, dtype: torch.dtype, device: torch.device) -> None:
+    """A checkpoint of the target, a file for each layer."""
+    folder.mkdir(parents=True)
+    write_description(folder, size)
+    matrices = {"model.embed_tokens.weight": (size.vocab, size.hidden), "lm_head.weight": (size.vocab, size.hidden)}
+    norms, files = ["model.norm.weight"], dict[str, str]()
+    for number in range(size.num_layers + 1):  # one after the other, because all are larger than many machines' memory
+        tensors = {name: _random(shape, dtype, device) for name, shape in matrices.items()}
+        tensors |= {name: torch.ones(size.hidden, dtype=dtype) for name in norms}
+        save_file(tensors, folder / f"model-{number:05}.safetensors")
+        files |= dict.fromkeys(tensors, f"model-{number:05}.safetensors")
+        prefix = f"model.layers.{number}."
+        matrices = {f"{prefix}{name}.weight": shape for name, shape in _layer_matrices(size, size.hidden).items()}
+        norms = [f"{prefix}{name}.weight" for name in ("input_layernorm", "post_attention_layernorm")]
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+
+
+def write_description(folder: Path, size: ModelSize) -> None:
+    """The target's config.json, and a tokenizer with a word for each token."""
     config = _config(size) | {"num_hidden_layers": size.num_layers, "vocab_size": size.vocab}
     (folder / "config.json").write_text(json.dumps(config))
-    words = models.WordLevel({"<s>": 0, "</s>": 1, "a": 2}, unk_token="a")
-    backend = Tokenizer(words)
+    words = {"<s>": 0, "</s>": 1} | {f"w{token}": token for token in range(2, size.vocab)}
+    backend = Tokenizer(models.WordLevel(words, unk_token="w2"))
     names = {"bos_token": "<s>", "eos_token": "</s>"}
     PreTrainedTokenizerFast(tokenizer_object=backend, **names).save_pretrained(folder)  # type: ignore[no-untyped-call]
-    return Llama(load_config(folder), RandomLoader(folder, dtype, device), size.context)
 
 
 def write_head(
@@ -81,10 +103,7 @@ def write_head(
     }
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    tensors = {
-        name: torch.empty(shape, dtype=dtype, device=device).normal_(std=SPREAD).cpu()
-        for name, shape in _matrices(size).items()
-    }
+    tensors = {name: _random(shape, dtype, device) for name, shape in _matrices(size).items()}
     for name in ("norm", "layers.0.hidden_norm", "layers.0.input_layernorm", "layers.0.post_attention_layernorm"):
         tensors[f"{name}.weight"] = torch.ones(size.hidden, dtype=dtype)
     if embedding is not None:
@@ -116,15 +135,24 @@ def _config(size: ModelSize) -> dict[str, object]:
 
 def _matrices(size: ModelSize) -> dict[str, tuple[int, int]]:
     """Names and shapes of the head's matrices."""
+    outer = {"fc.weight": (size.hidden, 3 * size.hidden), "lm_head.weight": (size.draft_vocab, size.hidden)}
+    return outer | {f"layers.0.{name}.weight": shape for name, shape in _layer_matrices(size, 2 * size.hidden).items()}
+
+
+def _layer_matrices(size: ModelSize, width: int) -> dict[str, tuple[int, int]]:
+    """Names and shapes of a layer's matrices, whose attention reads `width` columns."""
     q, kv = size.num_heads * size.head_dim, size.num_kv_heads * size.head_dim
-    layer = {
-        "self_attn.q_proj": (q, 2 * size.hidden),
-        "self_attn.k_proj": (kv, 2 * size.hidden),
-        "self_attn.v_proj": (kv, 2 * size.hidden),
+    return {
+        "self_attn.q_proj": (q, width),
+        "self_attn.k_proj": (kv, width),
+        "self_attn.v_proj": (kv, width),
         "self_attn.o_proj": (size.hidden, q),
         "mlp.gate_proj": (size.ffn, size.hidden),
         "mlp.up_proj": (size.ffn, size.hidden),
         "mlp.down_proj": (size.hidden, size.ffn),
     }
-    outer = {"fc.weight": (size.hidden, 3 * size.hidden), "lm_head.weight": (size.draft_vocab, size.hidden)}
-    return outer | {f"layers.0.{name}.weight": shape for name, shape in layer.items()}
+
+
+def _random(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Weights, made on the device."""
+    return torch.empty(shape, dtype=dtype, device=device).normal_(std=SPREAD).cpu()

@@ -1,6 +1,28 @@
-"""What a part of `python -m benchmarks.gpu` has found: a table to print, and the figures of it that are kept."""
+"""What a part of `python -m benchmarks.gpu` is given, and what it finds: a table, and those figures that are kept."""
 
+from pathlib import Path
 from typing import NamedTuple
+
+import torch
+
+
+class Checkpoints(NamedTuple):
+    """Published or local models that are measured on real prompts; a head that is None is left out."""
+
+    target: str
+    eagle2: str | None
+    eagle3: str | None
+    prompts: Path | None  # JSON Lines, MT-bench's; None: the built-in ones
+
+
+class Order(NamedTuple):
+    """What to measure, and where."""
+
+    part: str
+    device: torch.device
+    is_tiny: bool  # a small model and few steps, to test the program
+    folder: Path  # for files that several parts read
+    checkpoints: Checkpoints | None = None
 
 
 class Cell(NamedTuple):
@@ -13,6 +35,11 @@ class Cell(NamedTuple):
     form: str = "{:.2f}"
     goal: float | None = None
     at_most: bool = False  # the goal is an upper bound
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether the goal, if there is one, is reached."""
+        return self.goal is None or (self.value <= self.goal if self.at_most else self.value >= self.goal)
 
 
 class Report(NamedTuple):

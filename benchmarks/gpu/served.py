@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu served`: whole engine steps as they are served, of random weights.
+"""The part `served`: whole engine steps as they are served, of random weights.
 
 The engine, its scheduler and detokenizer are in this process. The rank is too, or it is in a process of its own behind
 the channel that the router of a cluster has, with its drafter inside or in a third process. Ray only starts such
@@ -20,12 +20,11 @@ from typing import NamedTuple
 import msgpack
 import torch
 
-from benchmarks.gpu.overlap import WARM_UP, Setting
 from benchmarks.gpu.random_model import LLAMA_8B, ModelSize, make_target, write_head
 from benchmarks.gpu.random_model import TINY as TINY_MODEL
 from benchmarks.gpu.rank_process import EPOCH, LOADING_S
-from benchmarks.gpu.report import Cell, Report, requests
-from benchmarks.gpu.speed import VARIANTS, Variant, config_of
+from benchmarks.gpu.report import Cell, Order, Report, requests
+from benchmarks.gpu.speed import VARIANTS, WARM_UP, Setting, Variant, config_of
 from specray.channel import Channel
 from specray.config import EngineConfig
 from specray.engine.engine import Engine
@@ -106,11 +105,11 @@ class RankProcess:
         return line
 
 
-def report(device: torch.device, is_tiny: bool) -> Report:
-    setting = TINY if is_tiny else FULL
+def report(order: Order) -> Report:
+    setting = TINY if order.is_tiny else FULL
     found = []
     for variant in setting.variants:
-        for each in measure(setting, variant, device):
+        for each in measure(setting, variant, order.device):
             found.append(each)
             print(", ".join(table_rows([each])[0]), flush=True)  # minutes pass before the table
     table = "Engine steps of an 8B model with random weights, as they are served, tokens a second"

@@ -1,6 +1,6 @@
-"""`python -m benchmarks.gpu speed`: decode steps of random weights, with acceptance simulated, eager and in graphs.
+"""The part `speed`: decode steps of random weights, with acceptance simulated, eager and in graphs.
 
-A step is that of one rank, without the engine around it, whose work is hidden behind the rank's (see `overlap`). It
+A step is that of one rank, without the engine around it, whose work is hidden behind the rank's (see `served`). It
 has two plans in flight, as from an engine in the same process: in plain decoding a step begins before the one before it
 is finished. The text is meaningless; the times are not.
 """
@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.gpu.random_model import LLAMA_8B, ModelSize, make_target, write_head
 from benchmarks.gpu.random_model import TINY as TINY_MODEL
-from benchmarks.gpu.report import Cell, Report, requests
+from benchmarks.gpu.report import Cell, Order, Report, requests
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.step import UNLIMITED, NewRequest, SamplingOptions, ScheduledRequest, StepPlan
 from specray.worker.startup import start_worker
@@ -65,6 +65,16 @@ TABLE = (
 GOAL_OF_BATCHES = 1.6  # times plain decoding, in graphs, in the largest batch
 
 
+class Setting(NamedTuple):
+    """What the parts with whole engines measure."""
+
+    size: ModelSize
+    variants: list[Variant]
+    batch_sizes: tuple[int, ...]
+    num_steps: int
+    prompt: int  # tokens
+
+
 class Speed(NamedTuple):
     """One measurement."""
 
@@ -78,13 +88,13 @@ class Speed(NamedTuple):
     waits: float | None
 
 
-def report(device: torch.device, is_tiny: bool) -> Report:
+def report(order: Order) -> Report:
     size, variants, batch_sizes, steps, prompt = LLAMA_8B, VARIANTS, BATCH_SIZES, 100, 128
-    if is_tiny:
+    if order.is_tiny:
         size, variants, batch_sizes, steps, prompt = TINY_MODEL, TINY_VARIANTS, (1, 2), 3, 8
     found = []
     with tempfile.TemporaryDirectory() as folder:
-        for each in measure(Path(folder), size, device, variants, batch_sizes, steps, prompt):
+        for each in measure(Path(folder), size, order.device, variants, batch_sizes, steps, prompt):
             found.append(each)
             print(", ".join(table_rows([each])[0]), flush=True)  # minutes pass before the table
     note = f"{size.name}, prompts of {prompt} tokens, {steps} steps; goals are for an H200"
@@ -111,13 +121,14 @@ def measure(
     batch_sizes: Sequence[int],
     num_steps: int,
     prompt: int,
+    graphs: Sequence[bool] = (False, True),
 ) -> Iterator[Speed]:
-    """All variants on one target. `prompt` is the number of tokens of a prompt."""
+    """All variants on one target, with steps in graphs or not. `prompt` is the number of tokens of a prompt."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = make_target(folder, size, dtype, device)
     head = write_head(folder / "head", size, dtype, device)
     for variant in variants:
-        for in_graphs in (False, True):
+        for in_graphs in graphs:
             config = config_of(folder, head, device, variant, in_graphs, max(batch_sizes), prompt, num_steps)
             steps = Steps(start_worker(config, model=model), size, prompt)
             for batch_size in batch_sizes:

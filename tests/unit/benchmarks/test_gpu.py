@@ -1,5 +1,6 @@
 """The report of a GPU, run on a CPU with small sizes."""
 
+import argparse
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,19 @@ pytest.importorskip("triton")
 
 from benchmarks import results
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import checks, kernels, overlap, placement, served, speed
-from benchmarks.gpu.report import Report
+from benchmarks.gpu import checks, depths, environment, heads, kernels, part, placement, served, served_on_ray, speed
+from benchmarks.gpu.report import Cell, Checkpoints, Order, Report
+from cluster.config import AppConfig
+from specray.errors import ConfigError
+from specray.llm import LLM
+from specray.sampling_params import SamplingParams
 from specray.worker.remote_drafter import source
 from tests.support.graph_stand_in import recorded_graphs
+from tests.support.heads import write_random_head
 
 CPU = torch.device("cpu")
+TINY = Order("a part", CPU, is_tiny=True, folder=Path("nowhere"))
+TINY_ARGUMENTS = ["--device=cpu", "--model=tiny"]
 
 
 def shown(found: Report, headers: list[str]) -> list[list[str]]:
@@ -23,7 +31,7 @@ def shown(found: Report, headers: list[str]) -> list[list[str]]:
 
 
 def test_every_kernel_is_checked() -> None:
-    found = checks.report(CPU, is_tiny=True)
+    found = checks.report(TINY)
     assert len(found.rows) == 57
     # BLAS, which the interpreter uses, rounds tiles of different heights differently.
     failed = [name for name, passed in shown(found, ["check", "passed"]) if passed != "yes"]
@@ -36,7 +44,7 @@ def test_the_speed_of_decode_steps_is_measured(monkeypatch: pytest.MonkeyPatch) 
     """On the stand-in for graphs. The accept lengths are those that are simulated, as far as chains reach."""
     monkeypatch.setattr(speed, "WARM_UP", 1)
     with recorded_graphs() as graphs:
-        found = speed.report(CPU, is_tiny=True)
+        found = speed.report(TINY)
     assert shown(found, ["variant", "launched", "requests"]) == [
         [name, launched, size]
         for name in ("plain", "tree of 6, 2.9")
@@ -59,7 +67,7 @@ def test_the_speed_of_decode_steps_is_measured(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_time_of_every_kernel_is_measured() -> None:
     """In the interpreter times mean nothing; each call works, and has a rate beside the ceilings'."""
-    found = kernels.report(CPU, is_tiny=True)
+    found = kernels.report(TINY)
     names = [row[0] for row in found.rows]
     assert names[:2] == ["ceiling: copy", "ceiling: product"]
     for kernel in ("fixed order", "attention", "norm", "gated", "rotary", "greedy", "sampled", "top-p", "compaction"):
@@ -75,7 +83,7 @@ def test_the_time_of_every_kernel_is_measured() -> None:
 
 def test_steps_are_measured_as_they_are_served() -> None:
     """With the rank in this process and in another one, and its drafter in a third one."""
-    found = served.report(CPU, is_tiny=True)
+    found = served.report(TINY)
     places = [(variant.name, place) for variant in served.TINY.variants for place in served.PLACES]
     assert [(cell.row.partition(",")[0], cell.column) for cell in found.cells] == [
         place for place in places if place != ("plain", served.PLACES[2])
@@ -83,20 +91,11 @@ def test_steps_are_measured_as_they_are_served() -> None:
     assert all(cell.value > 0 for cell in found.cells)
 
 
-def test_steps_with_two_plans_in_flight_are_measured() -> None:
-    found = overlap.report(CPU, is_tiny=True)
-    assert shown(found, ["variant", "plans in flight"]) == [
-        [name, plans] for name in ("plain", "chain of 3") for plans in ("1", "2")
-    ]
-    assert [(cell.column, cell.goal) for cell in found.cells] == [("one plan", None), ("two plans in flight", 1.03)] * 2
-    assert all(cell.value > 0 for cell in found.cells)
-
-
 def test_drafters_in_other_processes_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """The separate one needs a second GPU."""
     for wait in ("LEAST_WAIT_S", "FIRST_WAIT_S", "FROZEN_S"):
         monkeypatch.setattr(source, wait, 60.0)  # long enough for a busy machine
-    found = placement.report(CPU, is_tiny=True)
+    found = placement.report(TINY)
     inline, colocated, separate = shown(found, ["drafter", "tokens/s", "tokens a step"])
     assert [inline[0], colocated[0], separate[:2]] == ["inline", "colocated", ["separate", "no second GPU"]]
     assert float(inline[2]) == float(colocated[2]) > 2
@@ -106,15 +105,103 @@ def test_drafters_in_other_processes_are_measured(monkeypatch: pytest.MonkeyPatc
     ]
 
 
+def test_the_gain_of_chains_is_that_over_as_many_plain_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "WARM_UP", 1)
+    with recorded_graphs():
+        found = depths.report(TINY)
+    (plain, drafted), (chain, best) = shown(found, ["chain", "tokens/s", "gain"]), found.cells
+    assert plain[::2] == ["plain", "1.00"]
+    assert float(drafted[2]) == pytest.approx(float(drafted[1]) / float(plain[1]), rel=0.1)  # rounded
+    assert (best.row, best.column, best.value) == ("best length", "2 requests", chain.value)
+
+
+def test_the_environment_is_shown() -> None:
+    assert ["torch", torch.__version__.partition("+")[0]] in [
+        [name, value.partition("+")[0]] for name, value in environment.report(TINY).rows
+    ]
+
+
+def test_heads_of_a_checkpoint_are_measured_beside_plain_decoding(toy: Path, tmp_path: Path) -> None:
+    second, third = (str(write_random_head(tmp_path / f"{number}", toy, number)) for number in (2, 3))
+    found = heads.report(TINY._replace(checkpoints=Checkpoints(str(toy), second, third, None)))
+    assert [row[0] for row in found.rows] == ["plain", "EAGLE-2", "EAGLE-3"]
+    assert [row[4] for row in found.rows] == ["100%"] * 3
+    assert all(cell.goal is None for cell in found.cells), "the page's figures are those of MT-bench"
+    with pytest.raises(ConfigError, match="--target"):
+        heads.report(TINY)
+
+
+def test_servers_are_measured_with_the_checkpoint_that_is_made_for_them(tmp_path: Path) -> None:
+    """A part of the program: `--parts servers` starts Ray."""
+    order = TINY._replace(part="serve-colocated-chain", folder=tmp_path)
+    setting = served_on_ray.TINY
+    config = served_on_ray._config(order, setting, setting.variants["chain"], "colocated")
+    app = AppConfig.model_validate(config["applications"][0]["args"])
+    assert app.has_draft_actor
+    with LLM(model=app.model, dtype="float32", device="cpu", speculative=app.speculative) as llm:
+        [generation] = llm.generate([[2, 3, 4]], SamplingParams(max_tokens=8, ignore_eos=True))
+    assert generation.choices[0].text.startswith("w")
+    inline = Report([], [], 1, "", [Cell("", "", "tokens/s, 1 request", 50.0)])
+    part.Finding("abc", "a GPU", inline).write(tmp_path / "serve-inline-chain.json")
+    [ratio] = served_on_ray._beside_inline(order, "colocated", 1, 48.0)
+    assert (ratio.value, ratio.goal) == (0.96, 0.95)
+
+
+class Parts:
+    """Runs of parts in this process, with the times that they had."""
+
+    def __init__(self, found: Report) -> None:
+        self.found, self.runs = found, list[str]()
+
+    def run(self, name: str, arguments: list[str], limit_s: float) -> None:
+        if limit_s > 0:
+            self.runs.append(name)
+            part.main([name, *arguments])
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> Parts:
+    cell = Cell("Checks", "a", "measured", 1.0, "{:.0%}", 1.0)
+    parts = Parts(Report(["check"], [["a"]], 1, "a note", [cell]))
+    for module in (checks, environment):
+        monkeypatch.setattr(module, "report", lambda _: parts.found)
+    monkeypatch.setattr(gpu, "_run", parts.run)
+    monkeypatch.setattr(gpu, "commit_here", lambda: "abc+")
+    monkeypatch.setattr(results, "commit_here", lambda: "abc+")
+    return parts
+
+
+def test_a_part_is_not_repeated_on_the_same_machine_at_the_same_commit(
+    parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--parts=environment,check", f"--out={tmp_path}", *TINY_ARGUMENTS]
+    assert gpu.main([*arguments, "--minutes=0"]) == 1
+    assert parts.runs == []
+    assert "not measured, or with failed checks: environment, check" in capsys.readouterr().err
+    for _ in range(2):
+        assert gpu.main(arguments) == 0
+        assert parts.runs == ["environment", "check"]
+    assert "Checks: a" in capsys.readouterr().out
+    assert gpu.main([*arguments, "--again"]) == 0
+    assert len(parts.runs) == 4
+    (tmp_path / "check.json").write_text("{")  # a part that was killed while it wrote
+    monkeypatch.setattr(gpu, "commit_here", lambda: "abc")
+    assert gpu.main(arguments) == 0
+    assert parts.runs[4:] == ["check"]
+    monkeypatch.setattr(gpu, "commit_here", lambda: "def")
+    gpu.main(arguments)
+    assert parts.runs[5:] == ["environment", "check"]
+
+
+@pytest.mark.usefixtures("parts")
 def test_figures_are_saved_as_those_of_make_bench(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(results, "RESULTS", tmp_path)
-    found = checks.Report(["check"], [["a"]], 1, "", [checks.Cell("Checks", "a", "measured", 1.0, "{:.0%}", 1.0)])
-    monkeypatch.setattr(checks, "report", lambda *_: found)
-    assert gpu.main(["check", "--device", "cpu", "--machine", "A GPU", "--tiny"]) == 0
-    assert list(tmp_path.iterdir()) == []
-    assert gpu.main(["check", "--device", "cpu", "--machine", "A GPU"]) == 0
+    arguments = ["--parts=check", "--device=cpu", "--machine=A GPU", f"--out={tmp_path / 'out'}"]
+    assert gpu.main([*arguments, "--model=tiny"]) == 0
+    assert not list(tmp_path.glob("*/*-*-*.json"))
+    assert gpu.main([*arguments, "--again"]) == 0
     [file] = results.load()["A GPU"]
     assert [(result.key, result.value, result.goal) for result in file.results] == [
         (("Checks", "a", "measured"), 1.0, 1.0)
@@ -122,20 +209,33 @@ def test_figures_are_saved_as_those_of_make_bench(
     assert "saved in" in capsys.readouterr().out
 
 
-def test_checks_that_fail_are_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "report", lambda *_: Report(["check"], [["a"]], 1, "", [], num_failed=1))
-    assert gpu.main(["check", "--device", "cpu", "--tiny"]) == 1
+def test_checks_that_fail_are_status_1(parts: Parts, tmp_path: Path) -> None:
+    parts.found = parts.found._replace(num_failed=1)
+    assert gpu.main(["--parts=check", f"--out={tmp_path}", *TINY_ARGUMENTS]) == 1
+
+
+def test_a_part_that_takes_too_long_is_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gpu._run("environment", [f"--out={tmp_path}", *TINY_ARGUMENTS], 0.01)
+    assert "environment: ended after 0 s" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_parts_fit_into_the_time_of_a_lease() -> None:
+    assert sum(each.limit_s for each in gpu.ALONE.values()) <= 12 * 60
+    assert gpu._parts("speed,servers") == ["speed", *gpu.SERVERS]
+    with pytest.raises(argparse.ArgumentTypeError, match="sped: choose from servers, environment, check"):
+        gpu._parts("sped")
 
 
 def test_a_machine_without_a_gpu_gets_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert gpu.main(["check"]) == 2
+    assert gpu.main([]) == 2
     assert "finds no GPU here" in capsys.readouterr().err
 
 
 def test_a_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert gpu.main(["check", "--device", "cpu", "--tiny"]) == 2
+    assert gpu.main(TINY_ARGUMENTS) == 2
     assert "TRITON_INTERPRET=1" in capsys.readouterr().err
