@@ -30,9 +30,9 @@ def _of_gpu(device: torch.device) -> list[list[str]]:
         ["GPUs", f"{torch.cuda.device_count()} x {properties.name}, sm_{properties.major}{properties.minor}"],
         ["multiprocessors", str(properties.multi_processor_count)],
         ["peers of the first", ", ".join(peers) or "none"],
-        ["CUDA of torch, NCCL", f"{torch.version.cuda}, {'.'.join(map(str, torch.cuda.nccl.version()))}"],
+        ["CUDA of torch", str(torch.version.cuda)],
         ["streams wait for memory", _attribute(STREAM_MEMORY)],
-        *zip(QUERY, _queried(), strict=False),
+        *map(list, zip(QUERY, _queried(), strict=False)),
     ]
 
 
