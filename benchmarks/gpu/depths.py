@@ -25,9 +25,9 @@ HEADERS = ["chain", "context", "requests", "tokens/s", "step, ms", "gain"]
 
 
 def report(order: Order) -> Report:
-    size, chains, batch_sizes, contexts, num_steps = LLAMA_8B, CHAINS, (64, 16, 128), (128, 1024), 40
+    size, chains, batch_sizes, contexts, num_steps = LLAMA_8B, CHAINS, [64, 16, 128], [128, 1024], 40
     if order.is_tiny:
-        size, chains, batch_sizes, contexts, num_steps = TINY_MODEL, CHAINS[:2], (2,), (8,), 3
+        size, chains, batch_sizes, contexts, num_steps = TINY_MODEL, CHAINS[:2], [2], [8], 3
     rows, cells = [], []
     for context in contexts:
         found: list[Speed] = []
