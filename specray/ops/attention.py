@@ -41,7 +41,7 @@ class PaddedBatch:
 
     Query t attends to the first `prefix_lens[t]` KV slots of row `rows[t]` of `kv_slots`, and behind them to its path:
     the first `path_lengths[t]` KV slots of `paths[t]`, the last of which is its own. Padding attends to KV slot 0,
-    which is zero, and writes to a KV slot that nobody reads.
+    which is zero, and writes to a KV slot that nobody reads. Its result is finite, and otherwise undefined.
     """
 
     prefix_lens: Tensor  # int64 [T]
@@ -50,6 +50,7 @@ class PaddedBatch:
     paths: Tensor  # int64 [T, M]
     path_lengths: Tensor  # int64 [T], at least 1
     slot_mapping: Tensor  # int64 [T]: the KV slot each query's KV is written to
+    row_width: int = 1  # each so many consecutive queries have the same row and, but for padding, the same prefix
 
 
 def pack_paths(sees: Tensor, kv_slots: Tensor) -> tuple[Tensor, Tensor]:

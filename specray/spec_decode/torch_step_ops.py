@@ -322,6 +322,7 @@ class TorchTable:
             self.all_kv_slots,
             *pack_paths(sees, kv_slots.where(is_node, 0)),
             kv_slots.where(is_node, padding_kv_slot).flatten(),
+            width,
         )
         return TreeInput(tree.tokens.where(is_node, 0).flatten(), positions.flatten(), batch)
 
@@ -349,6 +350,7 @@ class TorchTable:
             kv_slots.where(is_token, 0).repeat_interleave(width, 0),
             (depth + 1).repeat(num_rows),
             kv_slots.where(is_token, padding_kv_slot).flatten(),
+            width,
         )
         row = torch.arange(num_rows, device=slots.device)
         return ExtendInput(

@@ -1,5 +1,6 @@
 """The rows of a drafter in a CUDA graph: shapes are fixed, and what the rows committed is known on the device alone."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -91,6 +92,7 @@ class PaddedRows:
             blocks.repeat_interleave(size, 0),
             torch.full((count * size,), size, device=blocks.device) if lengths is None else lengths.repeat(count),
             blocks.flatten(),
+            size,
         )
         positions = block_positions(self.ends, blocks, kv.last_position)
         return ReadBlocks(read.positions, read.attention.slot_mapping, positions, _padded(kv).plan_padded(batch))
@@ -110,7 +112,7 @@ class PaddedRows:
                 seen, lengths = torch.cat((extra, seen), 1), lengths + number
                 sees = F.pad(sees, (number, 0), value=True) if topk > 1 else sees
             paths = pack_paths(sees, seen) if topk > 1 else (seen, lengths)
-            batch = PaddedBatch(prefix_lens, rows, table.kv_slots, *paths, written)
+            batch = PaddedBatch(prefix_lens, rows, table.kv_slots, *paths, written, topk)
             return by_layer([plan(_without_first(batch, layer)) for layer in range(kv.num_layers)])
 
         return attend_at
@@ -148,6 +150,7 @@ class PaddedRows:
             torch.cat(paths),
             torch.cat((known.path_lengths, (number + 1).repeat(count))),
             torch.cat((known.slot_mapping, extra.flatten())),
+            math.gcd(known.row_width, num_extra),
         )
         place = torch.arange(num_known + count * num_extra, device=device)
         extras = Extras(place >= num_known, place.clamp(max=num_known - 1))
@@ -181,6 +184,7 @@ class PaddedRows:
             kv_slots.where(is_read, 0).repeat_interleave(width, 0),
             (depth + 1).repeat(count),
             kv_slots.where(is_read, kv.padding_slot).flatten(),
+            width,
         )
         flat = positions.flatten()
         attend = _padded(kv).plan_padded(batch)

@@ -90,9 +90,12 @@ def cases() -> Iterator[Case]:
     for group, kv_heads, dim in HEADS:
         shape = {"DIM": dim, "DIM_PADDED": triton.next_power_of_2(dim)}
         blocks = {"KEYS": attention_kernels.KEYS, "CHUNK": attention_kernels.CHUNK}
-        tiles = ((16, True, True), (16, True, False), (16, False, True), (32, False, False))
-        for (rows, splits, padded), ways in product(tiles, WAYS if group == HEADS[0][0] else WAYS[:1]):
-            heads = {"GROUP": group, "KV_HEADS": kv_heads, "ROWS": rows, "SPLIT": splits, "PADDED": padded}
+        # Rows, whether programs share tiles, whether sizes are fixed, and how many nodes a tile has.
+        tiles = [(16, True, True, 1), (16, True, False, 0), (32, False, False, 0), (32, True, True, 2)]
+        tiles.append((32, False, True, 2))
+        for (rows, splits, padded, paths), ways in product(tiles, WAYS if group == HEADS[0][0] else WAYS[:1]):
+            heads = {"QUERIES": rows // group, "GROUP": group, "KV_HEADS": kv_heads, "ROWS": rows}
+            heads |= {"SPLIT": splits, "PADDED": padded, "PATHS": paths}
             warps = num_warps(rows, torch.bfloat16)
             own_type = {"MANTISSA": 0, "CONVERTS": False}
             yield Case(attention_kernels.attend_tiles, shape | blocks | heads | ways | own_type, warps)
@@ -100,7 +103,10 @@ def cases() -> Iterator[Case]:
         heads = {"HEADS": num_heads, "HEADS_PADDED": triton.next_power_of_2(num_heads)}
         yield Case(
             attention_kernels.merge_chunks,
-            shape | heads | {"CHUNK": attention_kernels.CHUNK, "WINDOW": 128, "HAS_SINKS": True, "PADDED": True},
+            shape
+            | heads
+            | {"CHUNK": attention_kernels.CHUNK, "WINDOW": 128, "HAS_SINKS": True}
+            | {"PADDED": True, "PATHS": 2, "QUERIES": 32 // group},
         )
         rotated = {"Q_HEADS": num_heads, "KV_HEADS": kv_heads, "DIM": dim, "HALF_PADDED": dim // 2, "HAS_NORM": True}
         yield Case(layer_kernels.rotate_head, rotated | {"MANTISSA": 0}, num_warps=1)
@@ -133,9 +139,9 @@ def cases_of_float8() -> Iterator[Case]:
     group, kv_heads, dim = HEADS[0]
     types = {"pool": "*u8"}
     for mantissa, rows, dtype in product((2, 3), (16, 32), ("bf16", "fp16")):
-        heads = {"GROUP": group, "KV_HEADS": kv_heads, "DIM": dim, "DIM_PADDED": dim, "ROWS": rows}
+        heads = {"QUERIES": rows // group, "GROUP": group, "KV_HEADS": kv_heads, "DIM": dim, "DIM_PADDED": dim}
         blocks = {"KEYS": attention_kernels.KEYS, "CHUNK": attention_kernels.CHUNK}
-        kind = {"SPLIT": rows == 16, "PADDED": rows == 16, "MANTISSA": mantissa} | WAYS[0]
+        kind = {"ROWS": rows, "SPLIT": rows == 16, "PADDED": True, "PATHS": rows // 16, "MANTISSA": mantissa} | WAYS[0]
         warps = num_warps(rows, torch.bfloat16)
         for sm in CAPABILITIES:
             constants = heads | blocks | kind | {"CONVERTS": sm > 80}

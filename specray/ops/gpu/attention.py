@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,10 +15,12 @@ from specray.ops.gpu.launches import num_processors, of_float8, starts_early
 from specray.ops.gpu.layers import rotate_and_store
 from specray.ops.layer_attention import LayerAttention, complete_layers, layer_pools
 
-# Of a tile of a prompt chunk. Tiles of 64 rows would use other tensor core instructions than those of decoding on
-# Hopper, whose sums may be rounded differently.
-_CAUSAL_ROWS = 32
+# Most of a tile. Tiles of 64 rows would use other tensor core instructions than those of 16 on Hopper, whose sums may
+# be rounded differently.
+_MOST_ROWS = 32
 _FEWEST_ROWS = 16  # of a tile, for the tensor cores
+_MOST_PARTIAL_BYTES = 256 << 20  # of the chunks that several programs share
+_ANY_NUMBER = 2  # of paths in a tile
 _LOG2_E = math.log2(math.e)
 
 
@@ -36,26 +39,45 @@ class TritonAttention:
 
     def plan(self, batch: AttentionBatch) -> "TritonAttend":
         """One copy to the device; the rest is known on the host or computed there without reading it."""
-        parts = [_causal_tiles(batch, _causal_queries(group)) for group in self._groups]
-        parts.append(_node_tiles(batch))
-        tiles = torch.from_numpy(np.concatenate(parts)).to(self.device, non_blocking=True)
-        *causal, nodes = tiles.split_with_sizes([len(part) for part in parts])
-        # Without trees, paths are not read.
-        paths, lengths = (batch.kv_slots, tiles[:, 0]) if batch.tree_mask is None else _paths(batch)
+        # Where trees are chains, each node attends to all keys up to its own: paths are not read.
+        has_paths = batch.tree_mask is not None and not batch.are_chains
+        kinds = (_prompt_tiles, _other_tiles)
+        parts = [tiles_of(batch, _most_queries(group)) for group in self._groups for tiles_of in kinds]
+        copied = torch.from_numpy(np.concatenate(parts)).to(self.device, non_blocking=True)
+        ends = copied.split_with_sizes([len(part) for part in parts])
+        launches: dict[int, list[_Launch]] = {}
+        for place, (part, tiles) in enumerate(zip(parts, ends, strict=True)):
+            if len(part):
+                most, is_prompt = int(part[:, 1].max()), place % 2 == 0
+                num_paths = min(most, _ANY_NUMBER) if has_paths and not is_prompt else 0
+                launches.setdefault(self._groups[place // 2], []).append(
+                    _Launch(len(part), most, num_paths, tiles, can_split=not is_prompt)
+                )
+        paths, lengths = _paths(batch) if has_paths else (batch.kv_slots, copied)
+        num_chunks = -(-max(batch.kv_lens) // CHUNK)
         return TritonAttend(
-            self,
-            (dict(zip(self._groups, causal, strict=True)), nodes),
-            (batch.kv_slots.contiguous(), paths, lengths),
-            batch.slot_mapping,
-            -(-max(batch.kv_lens) // CHUNK),
+            self, launches, (batch.kv_slots.contiguous(), paths, lengths), batch.slot_mapping, num_chunks
         )
 
     def plan_padded(self, batch: PaddedBatch) -> "TritonAttend":
-        """See PaddedAttention. Every query is a tile of its own, the last node of its path."""
+        """See PaddedAttention. The queries of a row share tiles; each is the last node of its path."""
         num_chunks = -(-(batch.kv_slots.shape[1] + batch.paths.shape[1]) // CHUNK)
-        slots = (batch.kv_slots, batch.paths, batch.path_lengths)
-        tiles = dict.fromkeys(self._groups, batch.rows[:0]), batch.rows
-        return TritonAttend(self, tiles, slots, batch.slot_mapping, num_chunks, (batch.rows, batch.prefix_lens))
+        slots, width, launches = (batch.kv_slots, batch.paths, batch.path_lengths), batch.row_width, {}
+        for group in self._groups:
+            of_tile = min(width, _most_queries(group))
+            num_tiles = len(batch.rows) // width * -(-width // _queries_of(_tile_rows(of_tile, group), group))
+            launches[group] = [_Launch(num_tiles, of_tile, min(of_tile, _ANY_NUMBER))]
+        return TritonAttend(self, launches, slots, batch.slot_mapping, num_chunks, batch)
+
+
+class _Launch(NamedTuple):
+    """Tiles that are computed together."""
+
+    num_tiles: int
+    most_queries: int  # of a tile
+    num_paths: int  # PATHS of the kernels
+    tiles: Tensor | None = None  # see `_tiles_of`; None: those of a PaddedBatch
+    can_split: bool = True  # whether several programs may share a tile's chunks
 
 
 class TritonAttend:
@@ -64,18 +86,15 @@ class TritonAttend:
     def __init__(
         self,
         backend: TritonAttention,
-        # of several causal queries, by how many query heads share a KV head, and of single ones (see `_tiles_of`)
-        tiles: tuple[dict[int, Tensor], Tensor],
+        launches: dict[int, list[_Launch]],  # by how many query heads share a KV head
         slots: tuple[Tensor, Tensor, Tensor],  # of requests and of paths, as the kernel reads them; lengths of paths
         slot_mapping: Tensor,
         num_chunks: int,  # of the longest request
-        prefixes: tuple[Tensor, Tensor] | None = None,  # rows and prefix_lens of a PaddedBatch, which needs no tiles
+        padded: PaddedBatch | None = None,  # whose tiles the kernels find themselves
     ) -> None:
-        self._backend, self._written = backend, slot_mapping
-        self._causal, self._nodes = tiles
+        self._backend, self._written, self._launches = backend, slot_mapping, launches
         self._kv_slots, self._paths, self._path_lengths = slots
-        self._num_chunks = num_chunks
-        self._prefixes = prefixes
+        self._num_chunks, self._padded = num_chunks, padded
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor | None) -> Tensor:
         """See Attend."""
@@ -93,33 +112,41 @@ class TritonAttend:
     def read(self, layer: int, q: Tensor) -> Tensor:
         """[T, heads * dim] of queries [T, heads, dim] from the layer's pool, in which the step's KV is written."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        group = _group(self._backend.layers[layer])
-        for tiles, queries in ((self._causal[group], _causal_queries(group)), (self._nodes, 1)):
-            if len(tiles):
-                self._launch(out, q, layer, tiles, queries)
+        for launch in self._launches.get(_group(self._backend.layers[layer]), []):
+            self._launch(out, q, layer, launch)
         return out.flatten(1)
 
-    def _launch(self, out: Tensor, q: Tensor, layer: int, tiles: Tensor, queries: int) -> None:
-        """Attention of `tiles` of up to `queries` queries."""
+    def _launch(self, out: Tensor, q: Tensor, layer: int, launch: _Launch) -> None:
         backend, how, pool = self._backend, self._backend.layers[layer], self._backend.pools[layer]
         heads, dim, group, window = how.num_heads, how.head_dim, _group(how), how.window or 0
         padded = max(16, triton.next_power_of_2(dim))  # the smallest tile of a tensor core
-        programs = len(tiles) * how.num_kv_heads
+        num_tiles, programs = launch.num_tiles, launch.num_tiles * how.num_kv_heads
+        rows = _tile_rows(launch.most_queries, group)
+        queries = _queries_of(rows, group)
         num_chunks = self._num_chunks  # that a query attends to at most
         if window:
             num_chunks = min(num_chunks, 1 + -(-window // CHUNK))
-        splits = queries == 1 and num_chunks > 1 and programs < backend.enough_programs
+        partial_bytes = 4 * self._num_chunks * num_tiles * queries * heads * (dim + 2)
+        splits = launch.can_split and num_chunks > 1 and programs < backend.enough_programs
+        splits = splits and partial_bytes <= _MOST_PARTIAL_BYTES
         sharing = min(num_chunks, -(-backend.enough_programs // programs)) if splits else 1  # programs of a tile
         mixed = sums = out
         if splits:
-            mixed = torch.empty(self._num_chunks, len(q), heads, dim, dtype=torch.float32, device=q.device)
-            sums = torch.empty(self._num_chunks, len(q), heads, 2, dtype=torch.float32, device=q.device)
-        row_of, prefix_lens = self._prefixes or (tiles, tiles)  # not read without them
-        rows = max(_FEWEST_ROWS, triton.next_power_of_2(queries * group))
-        sinks = q if how.sinks is None else how.sinks  # not read without them
+            size = self._num_chunks, num_tiles * queries, heads
+            mixed = torch.empty(*size, dim, dtype=torch.float32, device=q.device)
+            sums = torch.empty(*size, 2, dtype=torch.float32, device=q.device)
+        batch = self._padded
+        # What a kernel does not read is any tensor.
+        tiles = self._kv_slots if launch.tiles is None else launch.tiles
+        row_of, prefix_lens, width = tiles, tiles, 1
+        if batch is not None:
+            row_of, prefix_lens, width = batch.rows, batch.prefix_lens, batch.row_width
+        sinks = q if how.sinks is None else how.sinks
         scale = dim**-0.5 if how.scale is None else how.scale
         cap = 1.0 if how.softcap is None else how.softcap
-        attend_tiles[(len(tiles), how.num_kv_heads, sharing)](
+        kind = {"CHUNK": CHUNK, "WINDOW": window, "HAS_SINKS": how.sinks is not None}
+        kind |= {"PADDED": batch is not None, "PATHS": launch.num_paths}
+        attend_tiles[(num_tiles, how.num_kv_heads, sharing)](
             out,
             mixed,
             sums,
@@ -132,47 +159,46 @@ class TritonAttend:
             self._paths,
             self._path_lengths,
             sinks,
-            len(q),
+            width,
             q.stride(0),
             pool.stride(0),
             self._kv_slots.stride(0),
             self._paths.stride(0),
             scale * _LOG2_E if how.softcap is None else scale / cap,
             cap * _LOG2_E,
+            QUERIES=queries,
             GROUP=group,
             KV_HEADS=how.num_kv_heads,
             DIM=dim,
             DIM_PADDED=padded,
             ROWS=rows,
             KEYS=KEYS,
-            CHUNK=CHUNK,
-            WINDOW=window,
             CAPPED=how.softcap is not None,
-            HAS_SINKS=how.sinks is not None,
             SPLIT=splits,
-            PADDED=self._prefixes is not None,
+            **kind,
             num_warps=num_warps(rows, q.dtype),
             **of_float8(pool),
             **starts_early(q.device),
         )
         if splits:
-            merge_chunks[(len(tiles),)](
+            merge_chunks[(num_tiles, launch.most_queries)](
                 out,
                 mixed,
                 sums,
                 tiles,
+                row_of,
                 prefix_lens,
+                self._paths,
                 self._path_lengths,
                 sinks,
-                len(q),
+                width,
+                self._paths.stride(0),
                 HEADS=heads,
                 HEADS_PADDED=triton.next_power_of_2(heads),
                 DIM=dim,
                 DIM_PADDED=padded,
-                CHUNK=CHUNK,
-                WINDOW=window,
-                HAS_SINKS=how.sinks is not None,
-                PADDED=self._prefixes is not None,
+                QUERIES=queries,
+                **kind,
                 **starts_early(q.device),
             )
 
@@ -182,9 +208,19 @@ def _group(layer: LayerAttention) -> int:
     return layer.num_heads // layer.num_kv_heads
 
 
-def _causal_queries(group: int) -> int:
-    """Of a tile of a prompt chunk."""
-    return max(1, _CAUSAL_ROWS // group)
+def _most_queries(group: int) -> int:
+    """Of a tile."""
+    return max(1, _MOST_ROWS // group)
+
+
+def _tile_rows(queries: int, group: int) -> int:
+    """Rows of a tile of so many queries."""
+    return max(_FEWEST_ROWS, triton.next_power_of_2(queries * group))
+
+
+def _queries_of(rows: int, group: int) -> int:
+    """Queries that a tile of so many rows has room for."""
+    return rows // group
 
 
 def num_warps(rows: int, dtype: torch.dtype) -> int:
@@ -195,32 +231,39 @@ def num_warps(rows: int, dtype: torch.dtype) -> int:
     return 8 if dtype == torch.float32 and rows > _FEWEST_ROWS else 4
 
 
-def _causal_tiles(batch: AttentionBatch, queries: int) -> np.ndarray:
-    """Tiles of up to `queries` consecutive queries; see `_tiles_of`."""
+def _prompt_tiles(batch: AttentionBatch, most: int) -> np.ndarray:
+    """Tiles of up to `most` queries of prompt chunks; see `_tiles_of`."""
     tiles, first = [], 0
     for request, (query_len, kv_len, (num_nodes, _)) in enumerate(_rows(batch)):
+        if query_len - num_nodes > 1:
+            tiles += _run(first, query_len - num_nodes, request, kv_len - query_len, most)
+        first += query_len
+    return _tiles_of(tiles)
+
+
+def _other_tiles(batch: AttentionBatch, most: int) -> np.ndarray:
+    """Tiles of up to `most` nodes of trees, or of queries that decode alone; see `_tiles_of`."""
+    tiles, first = [], 0
+    width = 0 if batch.tree_mask is None else batch.tree_mask.shape[1]
+    for request, (query_len, kv_len, (num_nodes, num_tree_keys)) in enumerate(_rows(batch)):
         known = query_len - num_nodes
-        if known > 1:
+        if batch.are_chains:
+            count = num_nodes + known if known <= 1 else num_nodes
+            tiles += _run(first + query_len - count, count, request, kv_len - count, most)
+        else:
+            base, node = kv_len - num_tree_keys, request * width
+            tiles += _run(first, known if known == 1 else 0, request, kv_len - query_len, most)
             tiles += [
-                (first + begin, min(queries, known - begin), request, kv_len - query_len + begin, -1)
-                for begin in range(0, known, queries)
+                (first + known + begin, min(most, num_nodes - begin), request, base, node + begin)
+                for begin in range(0, num_nodes, most)
             ]
         first += query_len
     return _tiles_of(tiles)
 
 
-def _node_tiles(batch: AttentionBatch) -> np.ndarray:
-    """Tiles of single queries, which are nodes of trees or decode alone; see `_tiles_of`."""
-    tiles, first = [], 0
-    width = 0 if batch.tree_mask is None else batch.tree_mask.shape[1]
-    for request, (query_len, kv_len, (num_nodes, num_tree_keys)) in enumerate(_rows(batch)):
-        known = query_len - num_nodes
-        if known == 1:
-            tiles.append((first, 1, request, kv_len - query_len, -1))
-        for index in range(num_nodes):
-            tiles.append((first + known + index, 1, request, kv_len - num_tree_keys, request * width + index))
-        first += query_len
-    return _tiles_of(tiles)
+def _run(first: int, count: int, request: int, position: int, most: int) -> list[tuple[int, int, int, int, int]]:
+    """Tiles of consecutive queries of which each attends to all keys up to its own."""
+    return [(first + begin, min(most, count - begin), request, position + begin, -1) for begin in range(0, count, most)]
 
 
 def _rows(batch: AttentionBatch) -> Iterator[tuple[int, int, tuple[int, int]]]:
@@ -228,9 +271,9 @@ def _rows(batch: AttentionBatch) -> Iterator[tuple[int, int, tuple[int, int]]]:
 
 
 def _tiles_of(tiles: list[tuple[int, int, int, int, int]]) -> np.ndarray:
-    """int32 [n, 5]: first query, number of queries, request, a position, and the node or -1.
+    """int32 [n, 5]: first query, number of queries, request, a position, and the first node or -1.
 
-    The position is that of the first query or, of a node, of its path's first key.
+    The position is that of the first query or, of nodes, of the first key of their paths.
     """
     return np.array(tiles, dtype=np.int32).reshape(-1, 5)
 

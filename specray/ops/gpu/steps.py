@@ -92,7 +92,7 @@ def tree_input(
         PADDED=triton.next_power_of_2(width),
         num_warps=1,
     )
-    return token_ids, positions, PaddedBatch(prefix_lens, rows, kv_slots, paths, lengths, written)
+    return token_ids, positions, PaddedBatch(prefix_lens, rows, kv_slots, paths, lengths, written, width)
 
 
 def commit(buffer: RequestBuffer, report: Tensor, slots: Tensor, outcome: Tensor) -> None:
@@ -154,7 +154,7 @@ def extend_input(
         PADDED=triton.next_power_of_2(width),
         num_warps=1,
     )
-    batch = PaddedBatch(prefix_lens, rows, kv_slots, paths, lengths, written)
+    batch = PaddedBatch(prefix_lens, rows, kv_slots, paths, lengths, written, width)
     return token_ids, positions, batch, places, last, ends, roots
 
 
