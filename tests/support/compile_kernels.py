@@ -182,7 +182,7 @@ def cases_of_verification() -> Iterator[Case]:
     for nodes, depths in ((1, 1), (8, 8), (128, 32)):
         yield Case(noise_kernels.position_keys, {"WIDTH": nodes, "PADDED": nodes}, num_warps=1)
         yield Case(tree_kernels.walk_tree, {"NODES_PADDED": nodes, "DEPTHS_PADDED": depths}, num_warps=1)
-    filters = {"PIVOTS": sampling.PIVOTS, "BLOCK": sampling.FILTER_BLOCK}
+    filters = {"PIVOTS": sampling.PIVOTS, "BLOCK": sampling.FILTER_BLOCK, "BLOCKS_PADDED": 32}
     for masks in (False, True):
         has_mask = {"HAS_MASK": masks}
         for samples, has_ids in product((False, True), (False, True)):

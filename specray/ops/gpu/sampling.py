@@ -50,11 +50,7 @@ def choose(rows: Rows, batch: SamplingBatch | None, keys: Tensor | None, first_i
 
     `batch` None: the largest logits. `first_id` is the token id of the first column.
     """
-    if batch is None or not len(rows.starts):
-        return _choose(rows, None, None, None, first_id)
-    sizes = (rows.logits.shape[1], 0 if rows.mask is None else rows.mask.shape[1], rows.node_width)
-    places = (rows.logits, rows.logits if rows.mask is None else rows.mask, rows.starts, rows.num_nodes)
-    return _choose(rows, batch.temperature, keys, _find_lowest(places, sizes, batch, rows.mask), first_id)
+    return _choose(rows, None if batch is None else batch.temperature, keys, first_id, filters=batch)
 
 
 def choose_drafts(rows: Rows, temperature: Tensor | None, keys: Tensor | None, column_ids: Tensor | None) -> Choices:
@@ -62,7 +58,7 @@ def choose_drafts(rows: Rows, temperature: Tensor | None, keys: Tensor | None, c
 
     `column_ids` int64 [V] are the token ids of the columns; None: the same.
     """
-    return _choose(rows, temperature, keys, None, 0, column_ids)
+    return _choose(rows, temperature, keys, 0, column_ids)
 
 
 def with_noise(logits: Tensor, temperature: Tensor, keys: Tensor, column_ids: Tensor | None) -> Tensor:
@@ -93,11 +89,11 @@ def _choose(
     rows: Rows,
     temperature: Tensor | None,
     keys: Tensor | None,
-    lowest: Tensor | None,
     first_id: int,
     column_ids: Tensor | None = None,
+    filters: SamplingBatch | None = None,
 ) -> Choices:
-    """`temperature` None: the largest logits. `lowest` None: nothing is filtered out."""
+    """`temperature` None: the largest logits. `filters` None: nothing is filtered out."""
     logits, starts, num_nodes, width, mask = rows
     num_places, size, device = len(starts) * width, logits.shape[1], logits.device
     num_blocks = triton.cdiv(size, BLOCK)
@@ -113,23 +109,29 @@ def _choose(
     sizes = (size, 0 if mask is None else mask.shape[1], width)
     heat, ids = logits if temperature is None else temperature, logits if column_ids is None else column_ids
     has = {"HAS_MASK": mask is not None, "HAS_IDS": column_ids is not None}
-    choose_in_blocks[(num_places, num_blocks)](
-        best,
-        best_ids,
-        *places,
-        logits if keys is None else keys,
-        heat,
-        logits if lowest is None else lowest,
-        ids,
-        first_id,
-        *sizes,
-        heat.stride(0),
-        SAMPLES=temperature is not None,
-        FILTERS=lowest is not None,
-        **has,
-        BLOCK=BLOCK,
-        num_warps=8,
-    )
+
+    def choose_in_all_blocks(lowest: Tensor | None) -> None:
+        choose_in_blocks[(num_places, num_blocks)](
+            best,
+            best_ids,
+            *places,
+            logits if keys is None else keys,
+            heat,
+            logits if lowest is None else lowest,
+            ids,
+            first_id,
+            *sizes,
+            heat.stride(0),
+            SAMPLES=temperature is not None,
+            FILTERS=lowest is not None,
+            **has,
+            BLOCK=BLOCK,
+            num_warps=8,
+        )
+
+    choose_in_all_blocks(None)
+    if filters is not None:
+        choose_in_all_blocks(_find_lowest(best, best_ids, places, sizes, filters, mask))
     choose_among_blocks[(num_places,)](
         *choices,
         best,
@@ -198,23 +200,36 @@ def keys_of_nodes(seeds: Tensor, lengths: Tensor, parents: Tensor, max_depth: in
 
 
 def _find_lowest(
-    places: tuple[Tensor, ...], sizes: tuple[int, ...], batch: SamplingBatch, mask: Tensor | None
+    best: Tensor,
+    best_ids: Tensor,
+    places: tuple[Tensor, ...],
+    sizes: tuple[int, ...],
+    batch: SamplingBatch,
+    mask: Tensor | None,
 ) -> Tensor:
-    """float32 [places]: the smallest scaled logit that passes the filters of a place's request."""
-    num_places = len(places[-1]) * sizes[-1]
-    lowest = torch.empty(num_places, dtype=torch.float32, device=places[0].device)
+    """float32 [places]: the smallest scaled logit that passes the filters of a place's request.
+
+    `best` and `best_ids` int32 [places, blocks] are the largest scores without filters. Where the largest of all
+    passes, as it mostly does, this is minus infinity.
+    """
+    num_places, num_blocks = best.shape
+    lowest = torch.empty(num_places, dtype=torch.float32, device=best.device)
     options = (batch.temperature, batch.top_k.contiguous(), batch.top_p, batch.min_p)
     stride = batch.temperature.stride(0)
     assert batch.top_p.stride(0) == batch.min_p.stride(0) == stride, "columns of one table"
     find_lowest[(num_places,)](
         lowest,
+        best,
+        best_ids,
         *places,
         *options,
         *sizes,
         stride,
+        num_blocks,
         HAS_MASK=mask is not None,
         PIVOTS=PIVOTS,
         BLOCK=FILTER_BLOCK,
+        BLOCKS_PADDED=triton.next_power_of_2(num_blocks),
         num_warps=FILTER_WARPS,
     )
     return lowest

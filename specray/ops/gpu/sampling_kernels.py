@@ -100,8 +100,11 @@ def choose_in_blocks(
     HAS_IDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """With FILTERS, only of places where some tokens are filtered out; the others keep what was found without."""
     place, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, tree, is_node = _row_of(starts, num_nodes, place, node_width)
+    if FILTERS:
+        is_node = is_node & (tl.load(lowest + place) > float("-inf"))
     if is_node:
         column = block * BLOCK + tl.arange(0, BLOCK)
         scores = _load(logits + row * vocab_size, mask + row * mask_width, column, vocab_size, HAS_MASK)
@@ -198,6 +201,8 @@ def _last_kept(
     mask,
     top,
     most,
+    found,
+    passes,
     heat,
     top_k,
     top_p,
@@ -208,35 +213,45 @@ def _last_kept(
 ):
     """The smallest logit that top-k, and top-p over what it keeps, let pass, as `_ordered`; `top` is the largest one.
 
-    A logit passes while fewer than k tokens, and less than the share p, are above it.
+    A logit passes while fewer than k tokens, and less than the share p, are above it. LOWEST if `found` passes, and if
+    it `passes` what else there is.
     """
+    is_second = tl.arange(0, PIVOTS) > 0
+    pivots = tl.where(is_second, found, LOWEST).to(tl.int64)
+    numbers, masses = _above(logits, mask, pivots, most, heat, size, HAS_MASK, PIVOTS, BLOCK)
+    total, above_found = tl.max(masses, 0), tl.min(masses, 0)
     low, kept = tl.full([], LOWEST, tl.int64), tl.full([], LOWEST, tl.int64)
     count = tl.full([], size, tl.int64)
     if top_k > 0:
         count = tl.minimum(top_k, count)
-        kept = top.to(tl.int64)
+        passes = passes & (tl.min(numbers, 0) < count)
+        kept = tl.where(passes & (top_p >= 1.0), low, top.to(tl.int64))
         while kept - low > 1:
             pivots = _pivots(low, kept, PIVOTS)
             number, _ = _above(logits, mask, pivots, most, heat, size, HAS_MASK, PIVOTS, BLOCK)
             low, kept = _narrowed(low, kept, pivots, number < count)
     if top_p < 1.0:
-        numbers, masses = _above(logits, mask, _pivots(kept, kept, PIVOTS), most, heat, size, HAS_MASK, PIVOTS, BLOCK)
-        total = tl.max(masses, 0)
         if top_k > 0:  # only as many of the tokens that are tied with the last one as there is room for
-            total += (count - tl.max(numbers, 0)).to(tl.float32) * _weights(_value_of(kept), most, heat)
-        high = top.to(tl.int64)
+            pivots = _pivots(kept, kept, PIVOTS)
+            numbers, masses = _above(logits, mask, pivots, most, heat, size, HAS_MASK, PIVOTS, BLOCK)
+            room = (count - tl.max(numbers, 0)).to(tl.float32)
+            total = tl.max(masses, 0) + room * _weights(_value_of(kept), most, heat)
+        passes = passes & (above_found < top_p * total)
+        high = tl.where(passes, LOWEST, top.to(tl.int64))
         low = tl.maximum(kept - 1, LOWEST)
         while high - low > 1:
             pivots = _pivots(low, high, PIVOTS)
             _, masses = _above(logits, mask, pivots, most, heat, size, HAS_MASK, PIVOTS, BLOCK)
             low, high = _narrowed(low, high, pivots, masses < top_p * total)
         kept = high
-    return kept
+    return tl.where(passes, LOWEST, kept), passes
 
 
 @triton.jit
 def find_lowest(
     lowest,  # float32 [places]
+    best,  # of `choose_in_blocks` without filters, like the next
+    best_ids,
     logits,
     mask,
     starts,
@@ -249,11 +264,16 @@ def find_lowest(
     mask_width,
     node_width,
     options_stride,
+    num_blocks,
     HAS_MASK: tl.constexpr,
     PIVOTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCKS_PADDED: tl.constexpr,
 ):
-    """The smallest scaled logit that passes top-k, top-p over what top-k keeps, and min-p; minus infinity: all do."""
+    """The smallest scaled logit that passes top-k, top-p over what top-k keeps, and min-p.
+
+    Minus infinity: the token that has the largest score of all passes, so that it does not matter which others do.
+    """
     place = tl.program_id(0).to(tl.int64)
     row, tree, is_node = _row_of(starts, num_nodes, place, node_width)
     if is_node:
@@ -272,9 +292,29 @@ def find_lowest(
             scaled = tl.div_rn(most, heat)
             # A row that is not finite is not filtered: it fails, or takes its first infinity.
             if tl.abs(scaled) < float("inf"):
-                kept = _last_kept(logits, mask, top, most, heat, number, share, vocab_size, HAS_MASK, PIVOTS, BLOCK)
+                block = tl.arange(0, BLOCKS_PADDED)
+                ordered = tl.load(best + place * num_blocks + block, mask=block < num_blocks, other=LOWEST)
+                token = tl.load(best_ids + place * num_blocks + tl.argmax(ordered, 0, tie_break_left=True))
+                found = _load(logits, mask, token, vocab_size, HAS_MASK)
+                least = scaled + tl.where(floor > 0.0, tl.log(tl.where(floor > 0.0, floor, 1.0)), float("-inf"))
+                passes = tl.div_rn(found, heat) >= least
+                kept, passes = _last_kept(
+                    logits,
+                    mask,
+                    top,
+                    most,
+                    _ordered(found),
+                    passes,
+                    heat,
+                    number,
+                    share,
+                    vocab_size,
+                    HAS_MASK,
+                    PIVOTS,
+                    BLOCK,
+                )
                 if kept > LOWEST:
                     result = tl.div_rn(_value_of(kept), heat)
-                if floor > 0.0:
-                    result = tl.maximum(result, scaled + tl.log(floor))
+                if (floor > 0.0) & ~passes:
+                    result = tl.maximum(result, least)
         tl.store(lowest + place, result)

@@ -1,22 +1,17 @@
 """Nodes of a request share tiles of Triton's attention: KV is read about once, and each node has its own bits."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
-from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
 
-from triton.runtime import interpreter
-
 from specray.ops.attention import Attend, AttentionBatch, PaddedBatch, pack_paths
 from specray.ops.gpu.attention import TritonAttention
 from specray.ops.layer_attention import LayerAttention
+from tests.support.triton_loads import bytes_read
 
 KV_HEADS, SLOTS, PREFIX = 2, 400, 58  # paths cross the ends of a block and of a chunk of the tests
 CHAIN = [-1, 0, 1, 2, 3, 4, 5, 6]
@@ -111,29 +106,14 @@ def test_a_branch_that_is_not_finite_changes_no_other() -> None:
     assert torch.equal(nodes.ragged(False)(0, nodes.q, nodes.kv)[[0, 2, 3]], expected)
 
 
-def kv_bytes_read(pool: Tensor, run: Callable[[], object]) -> int:
-    """Bytes of `pool` that Triton's kernels load in `run`, by the addresses that they compute."""
-    load, begin, total = interpreter.InterpreterBuilder.create_masked_load, pool.data_ptr(), 0
-
-    def counting(self: object, pointers: Any, mask: Any, *rest: object) -> object:
-        nonlocal total
-        is_kv = (pointers.data >= begin) & (pointers.data < begin + pool.nbytes) & mask.data
-        total += int(np.count_nonzero(is_kv)) * pool.itemsize
-        return load(self, pointers, mask, *rest)
-
-    with mock.patch.object(interpreter.InterpreterBuilder, "create_masked_load", counting):
-        run()
-    return total
-
-
 @pytest.mark.parametrize(("parents", "group", "most"), [(CHAIN, 4, 1.0), (CHAIN, 8, 2.0), (TREE, 4, 5.0)])
 def test_nodes_of_a_request_read_its_kv_about_once(parents: list[int], group: int, most: float) -> None:
     """The blocks before a tree are read once a tile. Each of several branches reads the rest of the last one, too."""
     nodes = Nodes(parents, group, 16, LayerAttention(), prefix=200)
     once = nodes.pool[0, nodes.slots].nbytes
     batch, attend = nodes.padded(), nodes.ragged(False)
-    assert kv_bytes_read(nodes.pool, lambda: attend(0, nodes.q, nodes.kv)) <= most * once
+    assert bytes_read(nodes.pool, lambda: attend(0, nodes.q, nodes.kv)) <= most * once
     shared = nodes.backend(False).plan_padded(batch)
-    assert kv_bytes_read(nodes.pool, lambda: shared(0, nodes.q, None)) <= most * once
+    assert bytes_read(nodes.pool, lambda: shared(0, nodes.q, None)) <= most * once
     single = nodes.backend(False).plan_padded(replace(batch, row_width=1))
-    assert kv_bytes_read(nodes.pool, lambda: single(0, nodes.q, None)) > 0.9 * len(parents) * once
+    assert bytes_read(nodes.pool, lambda: single(0, nodes.q, None)) > 0.9 * len(parents) * once

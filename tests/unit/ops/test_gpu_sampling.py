@@ -21,6 +21,7 @@ from specray.step import SamplingOptions
 from tests.support.distributions import OPTIONS
 from tests.support.gpu_noise import noise_of_kernels
 from tests.support.sampling import CPU, state_of
+from tests.support.triton_loads import bytes_read
 
 SIZE = 37  # not a multiple of a block, and several blocks
 
@@ -116,6 +117,13 @@ def test_the_choice_is_that_of_torch(chosen: list[Row]) -> None:
     assert sampling.sample(logits, batch, keys).tolist() == torch_sampling.sample(logits, batch, keys).tolist()
 
 
+def lowest_of(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """The smallest scaled logits that pass, with a token as the unfiltered choice that passes only if all do."""
+    rows, worst = sampling.independent(logits), logits.argmin(1, keepdim=True).to(torch.int32)
+    places = (logits, logits, rows.starts, rows.num_nodes)
+    return sampling._find_lowest(torch.zeros_like(worst), worst, places, (SIZE, 0, 1), batch, None)
+
+
 @given(rows)
 @settings(max_examples=40)
 def test_filters_keep_the_tokens_that_torch_keeps(chosen: list[Row]) -> None:
@@ -123,8 +131,7 @@ def test_filters_keep_the_tokens_that_torch_keeps(chosen: list[Row]) -> None:
     logits = torch.tensor([values for values, _ in chosen]).nan_to_num(0.25, 1.0, -math.inf)
     batch = batch_of([option._replace(temperature=max(option.temperature, GREEDY_BELOW)) for _, option in chosen])
     assume(all(is_clear(values, state.options) for values, state in zip(logits, batch.states, strict=True)))
-    rows = sampling.independent(logits)
-    lowest = sampling._find_lowest((logits, logits, rows.starts, rows.num_nodes), (SIZE, 0, 1), batch, None)
+    lowest = lowest_of(logits, batch)
     scaled = logits / batch.temperature[:, None]
     expected = filters.scores(logits, batch)
     assert torch.equal(scaled.masked_fill(scaled < lowest[:, None], -torch.inf), expected)
@@ -192,13 +199,36 @@ def test_a_row_without_an_allowed_token_is_not_finite() -> None:
     assert sampling.choose(rows, None, None).is_finite.tolist() == [0, 1]
 
 
-@pytest.mark.parametrize("pivots", [1, 4])
+@pytest.mark.parametrize(
+    ("option", "most"),
+    [
+        (OPTIONS._replace(top_p=0.9), 3),
+        (OPTIONS._replace(top_k=12), 3),
+        (OPTIONS._replace(top_p=0.95, top_k=20, min_p=0.01), 10),  # top-p is a share of what top-k keeps
+    ],
+)
+def test_filters_are_bisected_only_where_the_unfiltered_choice_is_filtered_out(
+    option: SamplingOptions, most: int
+) -> None:
+    """Most rows are read for their scores, their largest logit, and what is above the choice."""
+    count, found = 16, []
+    logits = torch.randn(count, SIZE, generator=torch.Generator().manual_seed(3)) * 2
+    batch = batch_of([option._replace(seed=seed) for seed in range(count)])
+    keys, rows = noise_keys(batch.seeds, torch.arange(count)), sampling.independent(logits)
+    unfiltered = sampling.choose(rows, batch_of([OPTIONS] * count), keys).tokens
+    read = bytes_read(logits, lambda: found.append(sampling.choose(rows, batch, keys).tokens))
+    assert torch.equal(found[0], torch_sampling.sample(logits, batch, keys))
+    num_bisected = int((found[0] != unfiltered).sum())
+    assert 0 < num_bisected < count / 2
+    assert read / logits[0].nbytes <= (most + 0.1) * count + 12 * num_bisected
+
+
+@pytest.mark.parametrize("pivots", [2, 4])
 def test_bisection_of_any_width_ends_at_the_same_logit(pivots: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specray.ops.gpu.sampling.PIVOTS", pivots)
     logits = torch.randn(2, SIZE, generator=torch.Generator().manual_seed(2))
     batch = batch_of([OPTIONS._replace(top_k=9), OPTIONS._replace(top_p=0.7)])
-    rows = sampling.independent(logits)
-    lowest = sampling._find_lowest((logits, logits, rows.starts, rows.num_nodes), (SIZE, 0, 1), batch, None)
+    lowest = lowest_of(logits, batch)
     assert torch.equal(logits.masked_fill(logits < lowest[:, None], -torch.inf), filters.scores(logits, batch))
 
 
