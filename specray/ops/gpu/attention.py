@@ -215,7 +215,8 @@ def _most_queries(group: int) -> int:
 
 def _tile_rows(queries: int, group: int) -> int:
     """Rows of a tile of so many queries."""
-    return max(_FEWEST_ROWS, triton.next_power_of_2(queries * group))
+    rows: int = triton.next_power_of_2(queries * group)
+    return max(_FEWEST_ROWS, rows)
 
 
 def _queries_of(rows: int, group: int) -> int:
