@@ -41,6 +41,15 @@ class Options(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
 
+class CorpusOptions(Options):
+    """A text that is quoted often, in a file of `specray corpus build`."""
+
+    name: DrafterName
+    path: str = Field(min_length=1)
+    tenants: tuple[str, ...] = ()  # whose requests are drafted from it; empty: all
+    max_mb: int = Field(256, ge=1)
+
+
 class DrafterOptions(Options):
     """The options of one drafter. Their names are those of SGLang's documentation."""
 
@@ -132,10 +141,15 @@ class DrafterOptions(Options):
         le=1.0,
         description="Not in SGLang. SUFFIX: a chain ends where its estimated probability falls below this.",
     )
-    ngram_override_min_match: Annotated[int, Field(ge=1, le=128)] | None = Field(
+    merged_draft_tokens: Annotated[int, Field(ge=2, le=MAX_TREE_NODES)] | None = Field(
         None,
-        description="Not in SGLang: with another method, draft from n-grams instead where at "
-        "least this many last tokens match.",
+        description="Not in SGLang: another method's trees are merged with n-grams into trees of up to this many nodes, "
+        "root included.",
+    )
+    corpora: Annotated[tuple[CorpusOptions, ...], Field(max_length=64)] = Field(
+        (),
+        description="Not in SGLang: files of `specray corpus build` to draft from: mappings with name, path, tenants "
+        "(names of API keys) and max_mb (256).",
     )
 
     moe_runner_backend: Annotated[ExpertKernels | None, unsupported_options.MOE_RUNNER_BACKEND] = Field(
@@ -286,9 +300,14 @@ class SpeculativeConfig(DrafterOptions):
         }
 
     @property
+    def num_nodes(self) -> int | None:
+        """Most nodes of a single drafter's trees, the root included; None: automatic."""
+        return self.merged_draft_tokens or self.num_draft_tokens
+
+    @property
     def max_num_nodes(self) -> int | None:
-        """num_draft_tokens of the drafter that has most; None if all are automatic."""
-        sizes = [member.num_draft_tokens for member in self.members.values()]
+        """Nodes of the drafter that has most; None if all are automatic."""
+        sizes = [member.num_nodes for member in self.members.values()]
         return max((size for size in sizes if size is not None), default=None)
 
     @property

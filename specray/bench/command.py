@@ -24,11 +24,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="variants",
         type=variant_names,
         metavar="A,B",
-        help="variants: plain, transformers or METHOD[@HEAD][+MAP][:TREE]. METHOD is any drafting method, HEAD a draft "
-        "head or model (embedded name, folder, hub name), MAP a token map (.pt or .json), TREE the number of nodes N "
-        "or STEPS-TOPK-N. HEAD, MAP and TREE default to those of --config if it has the same method, then to the head "
-        "that comes with the embedded model. Example: plain,ngram:8,eagle3:5-4-16,eagle2+map.json (default: plain and "
-        "the method of --config; without one, plain,ngram,eagle3 for the embedded model and plain,ngram for others)",
+        help="variants: plain, transformers, corpus:NAME (n-grams, also of a corpus of --config or a file) or "
+        "METHOD[@HEAD][+MAP][:TREE]. METHOD is any drafting method, HEAD a draft head or model (embedded name, folder, "
+        "hub name), MAP a token map (.pt or .json), TREE the number of nodes N, or STEPS-TOPK-N, or STEPS-TOPK-N+M "
+        "merged with n-grams into M nodes. HEAD, MAP and TREE default to those of --config if it has the same method, "
+        "then to the head that comes with the embedded model. Example: plain,ngram:8,eagle3:5-4-16,eagle2+map.json "
+        "(default: plain and the method of --config; without one, plain,ngram,eagle3 for the embedded model and "
+        "plain,ngram for others)",
     )
     add("--prompts", type=Path, metavar="FILE", help="JSON Lines with id, category, turns (default: a built-in set)")
     add("--limit", type=positive, metavar="N", help="use N prompts only, taken from each category in turn")
@@ -72,7 +74,8 @@ def default_variants(config: EngineConfig) -> list[str]:
 
 def variant_names(text: str) -> list[str]:
     stripped = [name.strip() for name in text.split(",")]
-    names = [name if {"@", "+"} & set(name) else name.lower() for name in stripped]  # file names keep their case
+    # File names keep their case.
+    names = [name if {"@", "+"} & set(name) or name.startswith("corpus:") else name.lower() for name in stripped]
     if len(set(names)) != len(names) or "" in names:
         raise argparse.ArgumentTypeError(f"{text!r} names a variant twice or an empty one; separate names by commas")
     return names

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=variant_names,
         required=True,
         metavar="A,B",
-        help="drafting methods as in `specray bench`, such as eagle3:6-3-8,ngram:8; plain decoding is always shown",
+        help="drafting methods as in `specray bench`: eagle3:6-3-8,ngram:8,corpus:NAME; plain decoding is always shown",
     )
     add("--config", type=Path, metavar="FILE", help="Serve configuration, or YAML with engine options, of the server")
     add("--model", help="target model, overrides --config: embedded name, folder, .gguf file or hub name")

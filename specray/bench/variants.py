@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 from pydantic import ValidationError
 
-from specray.config import EMBEDDED_MODEL, EngineConfig, SpeculativeConfig
+from specray.config import EMBEDDED_MODEL, CorpusOptions, EngineConfig, SpeculativeConfig
 from specray.engine.request import EngineRequest
 from specray.errors import ConfigError, EngineDeadError
 from specray.llm import LLM
@@ -22,6 +22,7 @@ from specray.spec_decode import DRAFTERS, check_speculative
 from specray.worker.local import LocalExecutor
 
 PLAIN = "plain"
+CORPUS = "corpus:"  # before the name of a corpus, or its file
 TRANSFORMERS = "transformers"
 ALIASES = {"eagle2": "EAGLE"}  # other names of methods, and their keys in DRAFTERS
 # Heads of the package for the embedded model: the default for these methods.
@@ -33,7 +34,7 @@ EMBEDDED_HEADS = {
 VARIANT = re.compile(
     r"(?P<method>[a-z0-9]+)(@(?P<head>[^+]+?))?(\+(?P<token_map>.+?))?(:(?P<tree>[^:]*))?", re.IGNORECASE | re.DOTALL
 )
-TREE = re.compile(r"(?P<num_draft_tokens>\d+)|(?P<steps>\d+)-(?P<topk>\d+)-(?P<nodes>\d+)")
+TREE = re.compile(r"(?P<num_draft_tokens>\d+)|(?P<steps>\d+)-(?P<topk>\d+)-(?P<nodes>\d+)(\+(?P<merged>\d+))?")
 
 
 class BenchRequest(NamedTuple):
@@ -88,22 +89,30 @@ class Variant(Protocol):
 
 
 def parse_method(name: str, config: EngineConfig = EngineConfig()) -> SpeculativeConfig:  # noqa: B008
-    """The speculative options named by `plain` or METHOD[@HEAD][+MAP][:TREE] (see `bench --help`).
+    """The speculative options named by `plain`, corpus:NAME or METHOD[@HEAD][+MAP][:TREE] (see `bench --help`).
 
     Options of `config.speculative` apply to the same method; those in the name override them. Raises ConfigError for an
     unknown name.
     """
     if name.lower() == PLAIN:
         return SpeculativeConfig()
+    if name.startswith(CORPUS):
+        return _speculative(name, {"algorithm": "NGRAM", "corpora": [_corpus(name.removeprefix(CORPUS), config)]})
     match = VARIANT.fullmatch(name)
     algorithm = algorithm_of(match["method"]) if match else None
     if match is None or algorithm is None:
-        known = ", ".join([PLAIN, TRANSFORMERS, *(drafter.lower() for drafter in DRAFTERS), *ALIASES])
+        known = ", ".join([PLAIN, TRANSFORMERS, f"{CORPUS}NAME", *(drafter.lower() for drafter in DRAFTERS), *ALIASES])
         raise ConfigError(
             f"variant {name!r} is unknown; choose from {known}, with @HEAD for a draft head, +FILE for a token map and "
             ":N or :STEPS-TOPK-N for a tree of N nodes (ngram:8, eagle3:5-4-16)"
         )
     return _speculative(name, _base(algorithm, config) | _named_files(match) | tree_options(match["tree"], name))
+
+
+def _corpus(name: str, config: EngineConfig) -> CorpusOptions:
+    """The configured corpus of this name; without one, the file."""
+    named = {each.name: each for member in config.speculative.members.values() for each in member.corpora}
+    return named.get(name) or CorpusOptions(name="file", path=name)
 
 
 def algorithm_of(method: str) -> str | None:
@@ -113,7 +122,7 @@ def algorithm_of(method: str) -> str | None:
 
 
 def tree_options(tree: str | None, place: str) -> dict[str, int | None]:
-    """Options of a tree written `N` or `STEPS-TOPK-N`, without a limit on a step's draft tokens; none for None.
+    """Options of a tree written `N` or `STEPS-TOPK-N[+M]`, without a limit on a step's draft tokens; none for None.
 
     Raises ConfigError naming `place`.
     """
@@ -121,10 +130,13 @@ def tree_options(tree: str | None, place: str) -> dict[str, int | None]:
         return {}
     match = TREE.fullmatch(tree)
     if match is None:
-        raise ConfigError(f"{place!r}: the tree {tree!r} is neither N nodes nor STEPS-TOPK-N; choose such as 5-4-16")
+        raise ConfigError(
+            f"{place!r}: the tree {tree!r} is neither N nodes nor STEPS-TOPK-N[+M]; choose such as 5-4-16"
+        )
     if match["num_draft_tokens"]:
         return {"num_draft_tokens": int(tree), "max_step_draft_tokens": None}
-    return {
+    merged = {"merged_draft_tokens": int(match["merged"])} if match["merged"] else {}
+    return merged | {
         "num_steps": int(match["steps"]),
         "eagle_topk": int(match["topk"]),
         "num_draft_tokens": int(match["nodes"]),
@@ -140,7 +152,8 @@ def with_tree(config: SpeculativeConfig, tree: str) -> SpeculativeConfig:
 def tree_name(config: SpeculativeConfig) -> str:
     """The tree in the format of `tree_options`; `auto` if the method chooses it."""
     if config.num_steps and config.eagle_topk and config.num_draft_tokens:
-        return f"{config.num_steps}-{config.eagle_topk}-{config.num_draft_tokens}"
+        merged = f"+{config.merged_draft_tokens}" if config.merged_draft_tokens else ""
+        return f"{config.num_steps}-{config.eagle_topk}-{config.num_draft_tokens}{merged}"
     return str(config.num_draft_tokens or "auto")
 
 

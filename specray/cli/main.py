@@ -57,7 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
     from specray.bench import load_command as load
     from specray.bench import replay_command as replay
     from specray.bench import tune_command as tune
-    from specray.cli import chat, status
+    from specray.cli import chat, corpus, status
     from specray.dashboard import command as dashboard
     from specray.train import command as train
 
@@ -92,6 +92,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     train.add_arguments(training)
     training.set_defaults(run=train.run)
+
+    quoting = commands.add_parser("corpus", help="make a corpus of texts to draft from", description=corpus.HELP)
+    corpus.add_arguments(quoting)
+    quoting.set_defaults(run=corpus.run)
 
     watching = commands.add_parser(
         "dashboard", help="write the Grafana dashboard, or plot it from live data", description=dashboard.HELP

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from specray.engine.request import EngineRequest
 from specray.sampling_params import SamplingParams, choice_seed, fresh_seed
 from specray.step import DraftLimit
+from specray.tenants import tenant_scoped
 
 
 class Truncation(NamedTuple):
@@ -71,8 +72,3 @@ def seed_of(params: SamplingParams, index: int) -> int:
 def seeded(params: SamplingParams) -> SamplingParams:
     """`params` with a seed: the client's, or a random one."""
     return params if params.seed is not None else replace(params, seed=fresh_seed())
-
-
-def tenant_scoped(tenant: str, text: str) -> str:
-    """`text` in the tenant's namespace. A tenant's name has no newline, so texts of two tenants never collide."""
-    return f"{tenant}\n{text}"

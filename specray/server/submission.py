@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from fastapi import Response
 
-from specray.server.choices import PreparedPrompt, engine_requests, tenant_scoped
+from specray.server.choices import PreparedPrompt, engine_requests
 from specray.server.config import ServingConfig
 from specray.server.draft_trace import traced
 from specray.server.errors import ApiError
@@ -19,6 +19,7 @@ from specray.server.routing.router_pool import RouterPool
 from specray.server.schemas.body import RequestOptions
 from specray.server.streams import EventStream, JsonReply
 from specray.server.tokenization import Tokenization
+from specray.tenants import tenant_scoped
 
 GRAMMAR_TIMEOUT = "the request's time limit passed before its grammar was compiled; raise timeout, or send it again"
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from specray.config import SpeculativeConfig
 from specray.errors import ConfigError
 from specray.spec_decode.custom import check_attributes, check_custom, load_custom
-from specray.spec_decode.ngram_rules import NGRAM_OPTIONS, check_ngram, check_override
+from specray.spec_decode.ngram_rules import MERGED_OPTIONS, NGRAM_OPTIONS, check_merged, check_ngram, ngram_rules
 from specray.spec_decode.tree_shape import check_block, check_tree, check_tree_drafter
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ _HEAD = frozenset(
         "draft_model_quantization",
         "draft_attention_backend",
         "moe_runner_backend",
-        "ngram_override_min_match",
+        "merged_draft_tokens",
     }
 )
 _TREE = frozenset({"num_steps", "eagle_topk", "num_draft_tokens"})
@@ -129,10 +129,11 @@ def _check_standalone(config: SpeculativeConfig, target: "TargetFiles") -> None:
     check_draft_model_files(config, target)
 
 
-def _ngram(config: SpeculativeConfig, _target: "TargetView") -> "Drafter":
+def _ngram(config: SpeculativeConfig, target: "TargetView") -> "Drafter":
+    from specray.spec_decode.corpus import open_corpora
     from specray.spec_decode.ngram import NgramDrafter
 
-    return NgramDrafter.of(config)
+    return NgramDrafter(ngram_rules(config), open_corpora(config, target.folder))
 
 
 def _custom(config: SpeculativeConfig, target: "TargetView") -> "Drafter":
@@ -200,34 +201,34 @@ def _check_member(config: SpeculativeConfig) -> None:
     assert config.algorithm is not None
     method = method_of(config.algorithm)
     read = _ALL | method.options
-    if config.ngram_override_min_match is not None:
-        read |= NGRAM_OPTIONS
+    if config.merged_draft_tokens is not None:
+        read |= MERGED_OPTIONS
     for name in config.changed() - read:
         raise ConfigError(
             f"speculative.{name}={getattr(config, name)!r} has no effect with algorithm={config.algorithm}; "
             f"remove it (this method reads {', '.join(sorted(method.options))})"
         )
     method.check(config)
-    check_override(config)
+    check_merged(config)
 
 
 def make_drafter(config: SpeculativeConfig, target: "TargetView") -> "Drafter | None":
     """The configured drafter for `target`, or None for plain decoding. Several drafters act as one."""
-    from specray.spec_decode.predicted_output import PredictionDrafter
+    from specray.spec_decode.merged import with_predictions
 
     check_speculative(config)
     if not config.has_drafter:
         return None
     if not config.drafters:
-        return PredictionDrafter(_make_one(config, target))
+        return with_predictions(_make_one(config, target))
     from specray.spec_decode.several import SeveralDrafters
 
     drafters = {name: _make_one(member, target) for name, member in config.members.items()}
-    return PredictionDrafter(SeveralDrafters(drafters, num_ranks=target.group.size))
+    return with_predictions(SeveralDrafters(drafters, num_ranks=target.group.size))
 
 
 def _make_one(config: SpeculativeConfig, target: "TargetView") -> "Drafter":
-    from specray.spec_decode.combined import with_override
+    from specray.spec_decode.merged import with_ngrams
 
     assert config.algorithm is not None
     seen = replace(
@@ -235,4 +236,4 @@ def _make_one(config: SpeculativeConfig, target: "TargetView") -> "Drafter":
         attention_backend=config.draft_attention_backend or target.attention_backend,
         moe_runner_backend=config.moe_runner_backend or target.moe_runner_backend,
     )
-    return with_override(method_of(config.algorithm).make(config, seen), config)
+    return with_ngrams(method_of(config.algorithm).make(config, seen), config, target.folder)

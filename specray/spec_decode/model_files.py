@@ -12,6 +12,7 @@ from specray.models.tokenizer import eos_token_ids, load_tokenizer, sampling_def
 from specray.models.weights import WeightReader
 from specray.ops.inductor import check_inductor_if_used
 from specray.spec_decode import method_of
+from specray.spec_decode.corpus import open_corpora
 from specray.spec_decode.drafter import TargetFiles
 from specray.spec_decode.fr_spec import configured_token_map
 
@@ -39,6 +40,7 @@ def check_model_files(
         assert member.algorithm is not None
         method_of(member.algorithm).check_files(member, target)
         configured_token_map(member, target)
+        open_corpora(member, target.folder)
 
 
 def _read_target(config: EngineConfig, progress: bool, has_draft_process: bool) -> TargetFiles:

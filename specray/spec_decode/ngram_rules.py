@@ -1,12 +1,19 @@
 """Sizes of n-gram drafting, from the configuration. Imports no torch, so that configurations are checked quickly."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from specray.config import SpeculativeConfig
 from specray.errors import ConfigError
 
-NGRAM_OPTIONS = frozenset(name for name in SpeculativeConfig.model_fields if name.startswith("ngram_")) - {
-    "ngram_override_min_match"
+NGRAM_OPTIONS = frozenset(name for name in SpeculativeConfig.model_fields if name.startswith("ngram_")) | {"corpora"}
+# Of n-grams that are merged with other trees: sizes of matches and of the store.
+MERGED_OPTIONS = {
+    "corpora",
+    "ngram_branch_length",
+    "ngram_capacity",
+    "ngram_max_match_window_size",
+    "ngram_max_trie_depth",
+    "ngram_min_match_window_size",
 }
 _NUM_DRAFT_TOKENS = 12  # with ngram_max_trie_depth; SGLang's default, root included
 _READ_BY = {
@@ -77,16 +84,19 @@ def ngram_rules(config: SpeculativeConfig) -> NgramRules:
     )
 
 
-def check_override(config: SpeculativeConfig) -> None:
-    """ConfigError if `ngram_override_min_match` is longer than any match."""
-    if config.ngram_override_min_match is None:
-        return
-    longest = ngram_rules(config).max_window
-    if config.ngram_override_min_match > longest:
-        raise ConfigError(
-            f"speculative.ngram_override_min_match={config.ngram_override_min_match} is never reached: matches have at "
-            f"most {longest} tokens; lower it or raise ngram_max_match_window_size"
-        )
+def check_merged(config: SpeculativeConfig) -> None:
+    """ConfigError if n-grams cannot be merged as configured, or corpora are named alike."""
+    names = [corpus.name for corpus in config.corpora]
+    if twice := [name for place, name in enumerate(names) if name in names[:place]]:
+        raise ConfigError(f"speculative.corpora: two of them are named {twice[0]!r}; give each its own name")
+    if config.merged_draft_tokens is not None:
+        ngram_rules(config)
+
+
+def merged_rules(config: SpeculativeConfig) -> NgramRules:
+    """The sizes of n-grams to be merged with a drafter's trees."""
+    assert config.merged_draft_tokens is not None
+    return replace(ngram_rules(config), max_draft_tokens=config.merged_draft_tokens - 1)
 
 
 def _refuse_older_names(config: SpeculativeConfig) -> None:

@@ -1,4 +1,4 @@
-"""Trees from n-gram matches: SGLang's BFS and PROB, and the chain of suffix decoding. Pure functions.
+"""Trees from n-gram matches: SGLang's BFS and PROB, the chain of suffix decoding, and trees to merge. Pure functions.
 
 A node of the trie that the matches represent is the list of texts that follow there, the most recent first. Its
 children are their next symbols, and the frequency of a child is the number of texts that begin with it.
@@ -13,6 +13,7 @@ from typing import NamedTuple
 from specray.spec_decode.draft_tree import NONE, ROOT, TreeLists
 from specray.spec_decode.ngram_index import Match
 from specray.spec_decode.ngram_rules import NgramRules
+from specray.spec_decode.tree_merge import LEAST_SURVIVAL, Rate
 
 Texts = list[list[int]]  # what follows an n-gram at each of its places, the most recent first
 Children = dict[int, Texts]  # next symbol -> what follows it, the most recent first
@@ -22,18 +23,12 @@ class Level(NamedTuple):
     """Matches of `length` to 2 * `length` - 1 symbols."""
 
     length: int
-    own: dict[int, Match]  # matches in the request's own text, latest place first
-    shared: dict[int, Match]  # matches in texts of finished requests
+    # Matches by place, latest first, in each kind of text: the request's own, those of finished requests, and corpora.
+    # The first kind wins ties.
+    places: tuple[dict[int, Match], dict[int, Match], dict[int, Match]]
 
 
-class NgramDraft(NamedTuple):
-    """A tree, and the length of the longest match for it (0: no match)."""
-
-    tree: TreeLists
-    match_length: int
-
-
-def draft(levels: Iterable[Level], root: int, rules: NgramRules) -> NgramDraft:
+def draft(levels: Iterable[Level], root: int, rules: NgramRules) -> TreeLists:
     """The tree of `rules.match_type` below `root`; `levels` are ordered by length of match, longest first."""
     return _GROW[rules.match_type](levels, root, rules)
 
@@ -63,14 +58,14 @@ class _TreeBuilder:
 Grow = Callable[[_TreeBuilder, Texts, int, NgramRules], None]
 
 
-def _grow_windows(levels: Iterable[Level], root: int, rules: NgramRules, grow: Grow) -> NgramDraft:
+def _grow_windows(levels: Iterable[Level], root: int, rules: NgramRules, grow: Grow) -> TreeLists:
     """Grow the tree from each length of match, longest first, until it is full."""
     builder, longest = _TreeBuilder(root, 0), 0
-    own: dict[int, Match] = {}
-    shared: dict[int, Match] = {}
+    seen: tuple[dict[int, Match], ...] = ({}, {}, {})
     for level in levels:
-        own, shared = own | level.own, shared | level.shared
-        matches = _latest_first(own) + _latest_first(shared)
+        for places, new in zip(seen, level.places, strict=True):
+            places |= new
+        matches = [match for places in seen for match in latest_first(places)]
         if not longest and matches:
             longest = max(match.length for match in matches)
             builder = _TreeBuilder(root, rules.max_draft_tokens_of(longest))
@@ -79,8 +74,8 @@ def _grow_windows(levels: Iterable[Level], root: int, rules: NgramRules, grow: G
             if texts:
                 grow(builder, texts, window, rules)
             if longest and builder.is_full:
-                return NgramDraft(builder.tree, longest)
-    return NgramDraft(builder.tree, longest)
+                return builder.tree
+    return builder.tree
 
 
 def _grow_bfs(builder: _TreeBuilder, texts: Texts, window: int, rules: NgramRules) -> None:
@@ -115,35 +110,30 @@ def _grow_prob(builder: _TreeBuilder, texts: Texts, window: int, rules: NgramRul
         push_children(-negative, node, after, depth)
 
 
-def _suffix_chain(levels: Iterable[Level], root: int, rules: NgramRules) -> NgramDraft:
-    """The chain with the highest sum of probabilities over all lengths of match; ties go to the request's own text.
+def _suffix_chain(levels: Iterable[Level], root: int, rules: NgramRules) -> TreeLists:
+    """The chain with the highest sum of probabilities over all lengths of match; ties go to the first kind of text.
 
     Each length's chain takes the most frequent child at every node, and ends where its probability, the product of
     the shares along it, falls below `min_token_prob`.
     """
-    best, chain, longest = (0.0, False), [], 0
-    sources: tuple[dict[int, Match], dict[int, Match]] = {}, {}
+    best: tuple[float, int] = (0.0, 0)  # score, and minus the number of the kind
+    chain: list[int] = []
+    seen: tuple[dict[int, Match], ...] = ({}, {}, {})
     for level in levels:
         windows = _windows(level, rules)
-        if best >= (
-            rules.max_draft_tokens_of(windows[0]),
-            True,
-        ):  # a probability is at most 1, so shorter matches cannot win
+        if best >= (rules.max_draft_tokens_of(windows[0]), 0):  # a probability is at most 1: shorter ones cannot win
             break
-        for is_own, places, new in zip((True, False), sources, (level.own, level.shared), strict=True):
+        for kind, (places, new) in enumerate(zip(seen, level.places, strict=True)):
             places |= new
-            for window, candidate, score in _chains(places, windows, rules):
-                longest = max(longest, window)
-                if (score, is_own) > best:
-                    best, chain = (score, is_own), candidate
-    return NgramDraft(TreeLists([root, *chain], [NONE, *range(len(chain))]), longest)
+            for candidate, score in _chains(places, windows, rules):
+                if (score, -kind) > best:
+                    best, chain = (score, -kind), candidate
+    return TreeLists([root, *chain], [NONE, *range(len(chain))])
 
 
-def _chains(
-    places: dict[int, Match], windows: Sequence[int], rules: NgramRules
-) -> Iterator[tuple[int, list[int], float]]:
-    """(window, chain, score) of each window with a match."""
-    matches = _latest_first(places)
+def _chains(places: dict[int, Match], windows: Sequence[int], rules: NgramRules) -> Iterator[tuple[list[int], float]]:
+    """(chain, score) of each window with a match."""
+    matches = latest_first(places)
     num_seen, path = 0, _Path([], [])
     for window in windows:
         texts = [match.follows for match in matches if match.length >= window]
@@ -151,7 +141,7 @@ def _chains(
             num_seen, path = len(texts), _most_frequent_path(texts, rules)
         if texts:
             end = min(rules.max_draft_tokens_of(window), rules.depth - window)
-            yield window, path.tokens[:end], sum(path.probabilities[:end])
+            yield path.tokens[:end], sum(path.probabilities[:end])
 
 
 class _Path(NamedTuple):
@@ -175,12 +165,57 @@ def _most_frequent_path(texts: Texts, rules: NgramRules) -> _Path:
     return path
 
 
+def grow_matches(matches: Sequence[Match], rate: Rate, most: int) -> tuple[TreeLists, list[int]]:
+    """The `most` likeliest nodes below matches, which are in order, the longest first; and the evidence of each.
+
+    `rate` is how often nodes follow their parents, by evidence (`ngram_evidence`).
+    """
+    tree, evidence = TreeLists([0], [NONE]), [0]
+    heap: list[tuple[float, int, int, int, int, Sequence[Match], int]] = []
+    order = count()  # ties go to the first one found
+
+    def push_children(survival: float, parent: int, texts: Sequence[Match], depth: int) -> None:
+        children: dict[int, list[Match]] = {}
+        for match in texts:
+            if depth < len(match.follows):
+                children.setdefault(match.follows[depth], []).append(match)
+        for place, (token, after) in enumerate(children.items()):
+            own = ngram_evidence(after[0].length + depth, len(after), len(children), place)
+            heappush(heap, (-survival * rate(own), next(order), parent, token, own, after, depth + 1))
+
+    push_children(1.0, ROOT, matches, 0)
+    while heap and -heap[0][0] >= LEAST_SURVIVAL and len(tree.tokens) <= most:
+        negative, _, parent, token, own, after, depth = heappop(heap)
+        tree.tokens.append(token)
+        tree.parents.append(parent)
+        evidence.append(own)
+        push_children(-negative, len(tree.tokens) - 1, after, depth)
+    return tree, evidence
+
+
+def ngram_evidence(length: int, num_texts: int, num_siblings: int, place: int) -> int:
+    """What speaks for a node: the `length` of the longest match with it, and what its `num_siblings` are.
+
+    Nodes are alone, found in one text or in several; or the one with the longest match, at `place` 0; or another one.
+    """
+    if num_siblings == 1:
+        return 4 * length.bit_length() + (num_texts > 1)
+    return 4 * length.bit_length() + (2 if place == 0 else 3)
+
+
+def ngram_prior(evidence: int) -> float:
+    """A guess of how often nodes follow their parents."""
+    length, kind = divmod(evidence, 4)
+    return min(0.95, 1 - 0.65**length) * (1.0, 1.0, 0.7, 0.25)[kind]
+
+
 def _windows(level: Level, rules: NgramRules) -> range:
     """Lengths of match for which this level has all places, longest first."""
     return range(min(2 * level.length - 1, rules.max_window), max(level.length, rules.min_window) - 1, -1)
 
 
-def _latest_first(places: dict[int, Match]) -> list[Match]:
+def latest_first(places: dict[int, Match]) -> list[Match]:
+    """The matches at some places."""
     return [places[place] for place in sorted(places, reverse=True)]
 
 
@@ -200,7 +235,7 @@ def _most_frequent(children: Children, most: int) -> list[tuple[int, Texts]]:
     return sorted(children.items(), key=lambda child: -len(child[1]))[:most]
 
 
-_GROW: dict[str, Callable[[Iterable[Level], int, NgramRules], NgramDraft]] = {
+_GROW: dict[str, Callable[[Iterable[Level], int, NgramRules], TreeLists]] = {
     "BFS": lambda levels, root, rules: _grow_windows(levels, root, rules, _grow_bfs),
     "PROB": lambda levels, root, rules: _grow_windows(levels, root, rules, _grow_prob),
     "SUFFIX": _suffix_chain,

@@ -12,6 +12,7 @@ class Prediction:
 
     token_ids: Sequence[int]
     num_followed: int = 0  # output tokens
+    num_in_row: int = 0  # the last ones of these that are in the prediction, one after the other
     _next: int | None = 0  # place of the token expected next; None away from the prediction
     _left_at: int = 0  # where the output last left it
     _last: list[int] = field(default_factory=list)  # the last MIN_MATCH output tokens
@@ -27,9 +28,11 @@ class Prediction:
             self._last = [*self._last[1 - MIN_MATCH :], token]
             if self._next is not None and list(self.token_ids[self._next : self._next + 1]) == [token]:
                 self._next += 1
+                self.num_in_row += 1
                 continue
             self._left_at = self._left_at if self._next is None else self._next
             self._next = self._found()
+            self.num_in_row = 0 if self._next is None else MIN_MATCH
         self.num_followed += len(output)
 
     def next_tokens(self, most: int) -> list[int]:

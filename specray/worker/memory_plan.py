@@ -296,7 +296,7 @@ def _drafts(config: EngineConfig, shape: ModelShape, width: int, dtype: torch.dt
 
 def _most_nodes(config: EngineConfig) -> int:
     members = config.speculative.members.values()
-    return max((drafter.num_draft_tokens or _MANY_NODES for drafter in members), default=1)
+    return max((drafter.num_nodes or _MANY_NODES for drafter in members), default=1)
 
 
 def _graph_rows(config: EngineConfig) -> int:

@@ -172,8 +172,8 @@ def _make_graphs(
     recorded, without = None, []
     if not is_padded(sampler):
         drafter, without = None, [f"verification and drafts: {WALKS}"]
-    elif config.speculative.ngram_override_min_match is not None:
-        drafter, without = None, ["drafts: the host replaces trees by n-grams (ngram_override_min_match)"]
+    elif config.speculative.merged_draft_tokens is not None:
+        drafter, without = None, ["drafts: the host merges trees with n-grams (merged_draft_tokens)"]
     composite = composite_of(drafter)
     if drafter is not None and composite is None:
         found = device_drafter(drafter)
@@ -208,5 +208,5 @@ def compiled_sizes(config: EngineConfig, max_draft_tokens: int) -> list[int]:
     rows = min(config.torch_compile_max_bs or MAX_REQUESTS, config.max_running_requests)
     nodes = 1 + max_draft_tokens
     if config.speculative.algorithm is not None and max_draft_tokens == 0:
-        nodes = config.speculative.num_draft_tokens or NODES_OF_UNKNOWN_TREES
+        nodes = config.speculative.num_nodes or NODES_OF_UNKNOWN_TREES
     return sorted({bucket.num_tokens for bucket in buckets(rows, nodes)})

@@ -27,6 +27,7 @@ LEAVES = {
     "step",
     "step_wire",
     "tables",
+    "tenants",
     "unsupported_options",
     "yaml_file",
 }

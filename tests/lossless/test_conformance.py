@@ -21,7 +21,7 @@ def config_of(toy: Path, speculative: SpeculativeConfig) -> EngineConfig:
 
 
 @pytest.mark.parametrize("check", DRAFTER_CHECKS)
-@pytest.mark.parametrize("method", [*DRAFTERS, "MTP-stack", "EAGLE3-ngram", "SEVERAL"])
+@pytest.mark.parametrize("method", [*DRAFTERS, "MTP-stack", "EAGLE3-merged", "SEVERAL"])
 def test_every_method_passes_the_checks(method: str, check: Check, toy: Path, tmp_path: Path) -> None:
     check(config_of(toy, METHODS[method](toy, tmp_path)))
 

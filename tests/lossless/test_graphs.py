@@ -63,7 +63,7 @@ def test_output_with_kv_in_float8_does_not_depend_on_graphs(
 
 
 @pytest.mark.parametrize(
-    "name", ["EAGLE3", "EAGLE-map", "MTP-stack", "STANDALONE-tree", "EAGLE3-ngram", "PARALLEL", "PARALLEL-one-level"]
+    "name", ["EAGLE3", "EAGLE-map", "MTP-stack", "STANDALONE-tree", "EAGLE3-merged", "PARALLEL", "PARALLEL-one-level"]
 )
 def test_drafts_do_not_depend_on_graphs(name: str, toy: Path, tmp_path: Path, graphs: list[RecordedGraphs]) -> None:
     """As many of them are accepted, at every depth."""
@@ -75,7 +75,7 @@ def test_drafts_do_not_depend_on_graphs(name: str, toy: Path, tmp_path: Path, gr
         usages.append([choice.usage for choice in choices])
     assert usages[0] == usages[1]
     has_drafts = any(kind == "draft" for kind, *_ in graphs[0].replayed)
-    assert has_drafts != (name == "EAGLE3-ngram")  # where the host replaces trees, it drafts
+    assert has_drafts != (name == "EAGLE3-merged")  # where the host merges trees, it drafts
 
 
 def test_scores_of_trees_cut_the_same_drafts_in_graphs(

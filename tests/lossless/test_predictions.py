@@ -37,7 +37,7 @@ def edited(choices: list[Completion]) -> list[list[int]]:
     return [[*o[:6], 40, *o[7:15], *o[16:22], 41, *o[22:]] for o in (choice.token_ids for choice in choices)]
 
 
-@pytest.mark.parametrize("method", SOME_METHODS)
+@pytest.mark.parametrize("method", [*SOME_METHODS, "EAGLE3-merged"])
 def test_predictions_do_not_change_the_text_and_right_ones_save_steps(
     method: str, toy: Path, tmp_path: Path, plain: list[Completion]
 ) -> None:

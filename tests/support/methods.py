@@ -150,8 +150,8 @@ def ngram(**options: Any) -> Make:
     return lambda target, folder: SpeculativeConfig(algorithm="NGRAM", **options)  # noqa: ARG005
 
 
-def overridden(make: Make, **options: Any) -> Make:
-    """The method of `make` with an n-gram override."""
+def changed(make: Make, **options: Any) -> Make:
+    """The method of `make` with other options."""
     return lambda target, folder: make(target, folder).model_copy(update=options)
 
 
@@ -198,7 +198,8 @@ METHODS: dict[str, Make] = {
     "NGRAM-short": ngram(num_draft_tokens=5, ngram_capacity=1000),
     "NGRAM-prob": ngram(ngram_match_type="PROB", ngram_max_trie_depth=9, ngram_max_spec_factor=None),
     "NGRAM-suffix": ngram(ngram_match_type="SUFFIX"),
-    "EAGLE3-ngram": overridden(eagle(3), ngram_override_min_match=2),
+    "EAGLE3-merged": changed(eagle(3, draft_vocab_size=40), merged_draft_tokens=12),
+    "DSPARK-merged": changed(block("speculators-dspark"), merged_draft_tokens=9, ngram_capacity=1000),
     "SEVERAL": several(head=eagle(3, draft_vocab_size=40), lookup=ngram(), layers=mtp(3, shape=(3, 3, 9))),
 }
 # For tests in which further methods add time but little coverage.

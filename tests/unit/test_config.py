@@ -85,7 +85,7 @@ def test_an_unknown_algorithm_is_refused_with_the_known_ones() -> None:
     [
         ({"algorithm": "NGRAM", "eagle_topk": 4}, ["eagle_topk=4", "NGRAM", "remove it", "num_draft_tokens"]),
         ({"algorithm": "NGRAM", "draft_model_path": "x"}, ["draft_model_path='x'", "no effect"]),
-        ({"algorithm": "NGRAM", "ngram_override_min_match": 4}, ["ngram_override_min_match=4", "no effect"]),
+        ({"algorithm": "NGRAM", "merged_draft_tokens": 14}, ["merged_draft_tokens=14", "no effect"]),
         ({"algorithm": "EAGLE3"}, ["EAGLE3", "draft_model_path is null"]),
         ({"algorithm": "MTP", "num_steps": 3}, ["eagle_topk, num_draft_tokens is not set"]),
         ({"algorithm": "EAGLE3", "draft_model_path": "x", "num_steps": 3}, ["eagle_topk, num_draft_tokens is not set"]),
@@ -110,7 +110,7 @@ def test_every_method_reports_its_maximum_of_draft_tokens(name: str, toy: Path, 
         limit = llm.engine.capacity.max_draft_tokens
     assert limit > 0
     assert speculative.max_num_nodes is None or speculative.max_num_nodes <= limit + 1
-    assert speculative.drafters or speculative.num_draft_tokens in (None, limit + 1)
+    assert speculative.drafters or speculative.num_nodes in (None, limit + 1)
 
 
 def test_no_algorithm_makes_no_drafter(toy: Path) -> None:

@@ -28,7 +28,7 @@ MAX_MISSED_TOKENS = 16  # a draft model that missed more of a request drafts bad
 PRIOR_TOKENS = 4.0  # accepted tokens at the average rate that a request starts with
 PRIOR_TOKENS_TOGETHER = 16.0  # the same of all requests of a step, whose drafts are turned on and off together
 # Lower ends of the classes of scores; a step's least score is one of them. Scores of 1 are those of drafts whose score
-# is not known, such as n-grams beside a draft model.
+# is not known.
 EDGES = np.array([0.0, 0.02, 0.035, 0.05, 0.07, 0.1, 0.14, 0.2, 0.27, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.95, 1.0])
 MIDDLES = np.append((EDGES[:-1] + EDGES[1:]) / 2, 0.7)
 MEMORY_SCORED_TREES = 512

@@ -54,7 +54,7 @@ class DrafterSelector:
                 self._bandit.forget(name)
         self._members, self._default = members, speculative.default_drafter
         self._shadow, self._share = speculative.shadow.drafter, speculative.shadow.share
-        sizes = {name: member.num_draft_tokens for name, member in members.items()}
+        sizes = {name: member.num_nodes for name, member in members.items()}
         self._most = {name: MAX_TREE_NODES if size is None else size - 1 for name, size in sizes.items()}
         _name_drafters(self._stats, members)
 

@@ -66,7 +66,9 @@ def plain(toy: Path) -> Iterator[LLM]:
         yield llm
 
 
-@pytest.mark.parametrize("method", ["EAGLE3", "EAGLE-map", "MTP-stack", "STANDALONE-tree", "PARALLEL", "NGRAM"])
+@pytest.mark.parametrize(
+    "method", ["EAGLE3", "EAGLE-map", "MTP-stack", "STANDALONE-tree", "PARALLEL", "NGRAM", "EAGLE3-merged"]
+)
 def test_a_replay_equals_the_live_steps(method: str, plain: LLM, toy: Path, tmp_path: Path) -> None:
     speculative = METHODS[method](toy, tmp_path)
     live = record(plain.with_speculative(speculative), PROMPTS, PARAMS)

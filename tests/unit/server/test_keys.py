@@ -18,7 +18,7 @@ from specray.engine.request_log import read_log
 from specray.errors import ConfigError
 from specray.server.access.auth import FLUSH_CACHE, PROBES, RequireKey
 from specray.server.access.keys import KeyRing
-from specray.server.choices import tenant_scoped
+from specray.tenants import tenant_scoped
 from tests.support.scripted_server import Serve, Server
 
 ALICE, BOB, NEXT = "a" * 32, "b" * 32, "c" * 32

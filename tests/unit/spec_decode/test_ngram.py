@@ -13,6 +13,7 @@ from specray.sampling_params import SamplingParams
 from specray.spec_decode import check_speculative, ngram
 from specray.spec_decode.draft_tree import NONE, DraftTree, TreeLists
 from specray.spec_decode.ngram import NgramDrafter
+from specray.spec_decode.ngram_rules import ngram_rules
 from tests.support.drafters import Tokens, make_context, paths_of
 from tests.support.engine import make_llm
 
@@ -20,7 +21,7 @@ MATCH_TYPES = ["BFS", "PROB", "SUFFIX"]
 
 
 def make(num_draft_tokens: int | None = None, **options: Any) -> NgramDrafter:
-    return NgramDrafter.of(SpeculativeConfig(algorithm="NGRAM", num_draft_tokens=num_draft_tokens, **options))
+    return NgramDrafter(ngram_rules(SpeculativeConfig(algorithm="NGRAM", num_draft_tokens=num_draft_tokens, **options)))
 
 
 def propose(drafter: NgramDrafter, tokens: list[int], slot: int = 0, num_prompt: int = 0, salt: str = "") -> TreeLists:

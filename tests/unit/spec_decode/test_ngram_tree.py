@@ -177,7 +177,7 @@ def test_trees_equal_those_of_the_reference_trie(
 
 def tree_of(text: list[int], **options: Any) -> TreeLists:
     config = SpeculativeConfig(**{"algorithm": "NGRAM", "num_draft_tokens": 12, **options})
-    drafter = NgramDrafter.of(config)
+    drafter = NgramDrafter(ngram_rules(config))
     [tree] = drafter.propose(make_context([Tokens(0, text)])).to_lists()
     return tree
 
@@ -229,7 +229,7 @@ def test_suffix_stops_below_min_token_prob() -> None:
 
 
 def test_suffix_prefers_the_requests_own_text_if_scores_are_equal() -> None:
-    drafter = NgramDrafter.of(SpeculativeConfig(algorithm="NGRAM", ngram_match_type="SUFFIX"))
+    drafter = NgramDrafter(ngram_rules(SpeculativeConfig(algorithm="NGRAM", ngram_match_type="SUFFIX")))
     drafter.propose(make_context([Tokens(0, [1, 2, 8, 8, 8, 8])]))
     drafter.release([0])
     [tree] = drafter.propose(make_context([Tokens(1, [1, 2, 9, 9, 9, 9, 1, 2])])).to_lists()

@@ -14,7 +14,7 @@ from specray.ops.cpu import processor
 from specray.ops.cpu.library import kernels
 from specray.spec_decode.draft_tree import NONE, DraftTree, TreeLists
 from specray.spec_decode.inline_drafts import InlineDrafts
-from specray.spec_decode.predicted_output import PredictionDrafter
+from specray.spec_decode.merged import MergedDrafter
 from specray.step import UNLIMITED, NewRequest, PromptLogprobs, ScheduledRequest, StepPlan
 from specray.worker.input_batch import InputBatch, ScheduledBatch, StepBatch, build_batch
 from specray.worker.model_runner import KernelRunner
@@ -115,7 +115,7 @@ def test_prompt_logprobs_read_all_rows(worker: Worker) -> None:
 @pytest.mark.parametrize("read_lens", [[0, 1, 0, 1], [0, 0, 0, 0], [4, 1, 1, 2]], ids=str)
 def test_a_head_computes_what_is_read(read_lens: list[int], worker: Worker) -> None:
     assert isinstance(worker.drafts, InlineDrafts)
-    assert isinstance(worker.drafts.drafter, PredictionDrafter)
+    assert isinstance(worker.drafts.drafter, MergedDrafter)
     drafter = worker.drafts.drafter.drafter
     network, attention = drafter._head.network, drafter._kv.attention  # type: ignore[attr-defined]
     lens = [4, 4, 1, 7]

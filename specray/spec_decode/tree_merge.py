@@ -1,0 +1,116 @@
+"""One draft tree from the trees of several sources, and how often each source is right. Pure functions and tables.
+
+A source says of each node of its tree what speaks for it, as a small number, its evidence: the length of an n-gram's
+match, say. `Calibration` counts how often nodes of each evidence followed their parents in real text. Nodes with the
+same path in several trees are one node, which follows its parent as often as the best of its sources says.
+"""
+
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
+from itertools import count
+from typing import NamedTuple
+
+from specray.spec_decode.draft_tree import NONE, ROOT, TreeLists
+
+LEAST_SURVIVAL = 0.01  # less likely nodes are never worth a row of a forward; see draft_budget.auto.LEAST_GAIN
+MEMORY_NODES = 512  # of one evidence; older ones count less
+PRIOR_NODES = 4.0  # as many nodes are assumed to have been as the prior says
+
+Rate = Callable[[int], float]  # evidence -> how often such nodes follow their parents
+
+
+class Proposal(NamedTuple):
+    """One source's tree for a request."""
+
+    source: str
+    tree: TreeLists
+    evidence: list[int]  # of each node; the root's means nothing
+
+
+class ScoredLists(NamedTuple):
+    """A tree, and the chance that the path to each node is the text: 1 at the root, never rising."""
+
+    tree: TreeLists
+    scores: list[float]
+
+
+class Calibration:
+    """How often nodes follow their parents, by evidence; `prior` holds until they were seen."""
+
+    def __init__(self, prior: Rate) -> None:
+        self._prior = prior
+        self._seen: dict[int, float] = {}
+        self._followed: dict[int, float] = {}
+
+    def rate(self, evidence: int) -> float:
+        seen, followed = self._seen.get(evidence, 0.0), self._followed.get(evidence, 0.0)
+        return (followed + PRIOR_NODES * self._prior(evidence)) / (seen + PRIOR_NODES)
+
+    def observe(self, evidence: int, follows: bool) -> None:
+        """Count a node whose parent was part of the text."""
+        keep = 1 - 1 / MEMORY_NODES
+        self._seen[evidence] = keep * self._seen.get(evidence, 0.0) + 1
+        self._followed[evidence] = keep * self._followed.get(evidence, 0.0) + follows
+
+
+def merge(
+    parts: Sequence[tuple[Proposal, Rate]], root: int, most: int, max_depth: int, least: float = LEAST_SURVIVAL
+) -> ScoredLists:
+    """The `most` likeliest nodes of all trees below `root`, the likeliest first, so that parents precede children.
+
+    Nodes deeper than `max_depth` and less likely than `least` are left out. The rates of siblings sum to 1 at most.
+    """
+    trees = [(proposal, rate, children_of(proposal.tree)) for proposal, rate in parts]
+    tokens, parents, scores = [root], [NONE], [1.0]
+    heap: list[tuple[float, int, int, int, int, list[tuple[int, int]]]] = []
+    order = count()  # ties go to the node that was found first
+
+    def push_children(parent: int, depth: int, places: Sequence[tuple[int, int]]) -> None:
+        """`places`: (tree, node) of each source that has the parent."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        rates: dict[int, float] = {}
+        for number, node in places:
+            proposal, rate, children = trees[number]
+            for child in children[node]:
+                token = proposal.tree.tokens[child]
+                found.setdefault(token, []).append((number, child))
+                rates[token] = max(rates.get(token, 0.0), rate(proposal.evidence[child]))
+        scale = scores[parent] / max(1.0, sum(rates.values()))
+        for token, below in found.items():
+            heappush(heap, (-scale * rates[token], next(order), parent, depth, token, below))
+
+    push_children(ROOT, 1, [(number, ROOT) for number in range(len(trees))])
+    while heap and len(tokens) <= most:
+        negative, _, parent, depth, token, below = heappop(heap)
+        if depth > max_depth or -negative < least:
+            continue
+        tokens.append(token)
+        parents.append(parent)
+        scores.append(-negative)
+        push_children(len(tokens) - 1, depth + 1, below)
+    return ScoredLists(TreeLists(tokens, parents), scores)
+
+
+def observe(proposal: Proposal, text: Sequence[int], calibrations: Sequence[Calibration]) -> None:
+    """Count the nodes of a tree along `text`, the tokens that followed its root."""
+    children, node = children_of(proposal.tree), ROOT
+    for token in text:
+        following = NONE
+        for child in children[node]:
+            follows = proposal.tree.tokens[child] == token
+            for calibration in calibrations:
+                calibration.observe(proposal.evidence[child], follows)
+            if follows and following == NONE:
+                following = child
+        if following == NONE:
+            return
+        node = following
+
+
+def children_of(tree: TreeLists) -> list[list[int]]:
+    """The children of each node, in order."""
+    children: list[list[int]] = [[] for _ in tree.tokens]
+    for node, parent in enumerate(tree.parents):
+        if parent != NONE:
+            children[parent].append(node)
+    return children
