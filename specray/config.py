@@ -143,8 +143,8 @@ class DrafterOptions(Options):
     )
     merged_draft_tokens: Annotated[int, Field(ge=2, le=MAX_TREE_NODES)] | None = Field(
         None,
-        description="Not in SGLang: another method's trees are merged with n-grams into trees of up to this many nodes, "
-        "root included.",
+        description="Not in SGLang: another method's trees are merged with n-grams into trees of up to this many "
+        "nodes, root included.",
     )
     corpora: Annotated[tuple[CorpusOptions, ...], Field(max_length=64)] = Field(
         (),
