@@ -20,7 +20,7 @@ from specray.ops.cpu.library import kernels
 from specray.sampling_params import SamplingParams
 from specray.spec_decode.head_drafter import HeadDrafter
 from specray.spec_decode.inline_drafts import InlineDrafts
-from specray.spec_decode.predicted_output import PredictionDrafter
+from specray.spec_decode.merged import MergedDrafter
 from specray.spec_decode.verify_batch import VerifyOutput
 from specray.worker.kv_cache import KVCache
 from specray.worker.local import LocalExecutor
@@ -120,7 +120,7 @@ def loaded(folder: Path, **options: Any) -> Pools:
         assert isinstance(llm.engine.executor, LocalExecutor)
         worker = llm.engine.executor.worker
         assert isinstance(worker.drafts, InlineDrafts)
-        assert isinstance(worker.drafts.drafter, PredictionDrafter)
+        assert isinstance(worker.drafts.drafter, MergedDrafter)
         head = worker.drafts.drafter.drafter
         assert isinstance(head, HeadDrafter)
         return Pools(worker._backend.runner.kv.pool, head._kv.attention.pool)
