@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specray.cli.arguments import positive
 from specray.config import EMBEDDED_MODEL
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _tokens(path: Path, tokenizer: "Tokenizer", bar: "tqdm[object]") -> Iterator[int]:
+def _tokens(path: Path, tokenizer: "Tokenizer", bar: "tqdm[Any]") -> Iterator[int]:
     try:
         with path.open(encoding="utf-8") as file:
             while lines := "".join(islice(file, _LINES)):

@@ -94,7 +94,8 @@ def sorted_places(tokens: NDArray[np.int32]) -> NDArray[np.int32]:
     before = [padded[SORTED_BY - 1 - back : SORTED_BY - 1 - back + len(tokens)] for back in range(SORTED_BY)]
     ends = np.lexsort(before[::-1]).astype(np.int32) + 1
     ends = ends[ends < len(tokens)]
-    return ends[(tokens[ends - 1] != GAP) & (tokens[ends] != GAP)]
+    places: NDArray[np.int32] = ends[(tokens[ends - 1] != GAP) & (tokens[ends] != GAP)]
+    return places
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
