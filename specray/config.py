@@ -405,6 +405,8 @@ class SpeculativeConfig(DrafterOptions):
     def _check_shadow(self) -> Self:
         name = self.shadow.drafter
         if name is None:
+            if self.shadow.promotes:
+                raise ConfigError("speculative.shadow.promotes=true has no effect without shadow.drafter; name it")
             return self
         if name == self.default_drafter or len(self.drafters) == 1:
             raise ConfigError(

@@ -14,9 +14,9 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Full, Queue
-from typing import Any, TextIO
+from typing import Annotated, Any, TextIO
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from specray.engine.request import Request
 from specray.errors import ConfigError
@@ -33,6 +33,8 @@ TEXT_OPTIONS = ("stop", "logit_bias", "banned_sequences", "allowed_token_ids", "
 
 logger = logging.getLogger(__name__)
 
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
 
 @dataclass(frozen=True, slots=True)
 class LoggedRequest:
@@ -48,11 +50,11 @@ class LoggedRequest:
     num_drafts: list[int]  # drafts verified in each step after the one that generated the first token
     num_accepted: list[int]  # how many of them the output has
     is_lossy: bool = False  # the text depends on the drafts, so no other drafter can be replayed
-    prompt_token_ids: list[int] = field(default_factory=list)
-    output_token_ids: list[int] = field(default_factory=list)
-    predicted_token_ids: Sequence[int] = ()
+    prompt_token_ids: list[TokenId] = field(default_factory=list)
+    output_token_ids: list[TokenId] = field(default_factory=list)
+    predicted_token_ids: Sequence[TokenId] = ()
     cache_salt: str = ""  # n-grams of texts with another one are not shared
-    plain_token_ids: list[int] | None = None  # set if an audit found another text without drafts: this one
+    plain_token_ids: list[TokenId] | None = None  # set if an audit found another text without drafts: this one
 
     @classmethod
     def of(cls, request: Request, drafter: str, plain_token_ids: list[int] | None = None) -> "LoggedRequest":
@@ -107,7 +109,7 @@ def read_log(path: Path) -> Iterator[LoggedRequest]:
     A last line without its end is left out: a server that was killed may have written a part of it. The next one that
     writes the file cuts it off.
     """
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, 1):
             try:
                 yield _LINE.validate_json(line)

@@ -221,7 +221,14 @@ class Scheduler:
         sampling = [(request, num_tokens) for (request, num_tokens, _), does in zip(work, samples, strict=True) if does]
         weights = draft_weights([(request.spec.tenant, request.spec.priority) for request, _ in sampling])
         requests = [
-            Drafting(self._most_drafts(request), request.acceptance, _is_recorded(request), num_tokens > 1, weight)
+            Drafting(
+                self._most_drafts(request),
+                request.acceptance,
+                _is_recorded(request),
+                num_tokens > 1,
+                weight,
+                is_compared=request.drafter is not None and bool(request.drafter.shadow),
+            )
             for (request, num_tokens), weight in zip(sampling, weights, strict=True)
         ]
         chosen = self.budget.shares(requests, len(work) - len(requests))

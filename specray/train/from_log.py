@@ -66,6 +66,11 @@ def add_logged(logs: Sequence[Path], folder: Path, model: str) -> None:
                 sequences = []
         if sequences:
             write_shard(folder, sequences)
+    if not known:
+        raise ConfigError(
+            f"none of {num_left_out} logged requests has a text to learn from: redacted, lossy, or shorter than two "
+            "tokens; name other files with --from-log"
+        )
     print(f"{folder}: {num_new} new requests, {len(known)} in all; {num_left_out} without a text to learn from")
 
 

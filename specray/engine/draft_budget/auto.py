@@ -103,7 +103,7 @@ class AutoBudget:
             return Shares(shares_by_weight(whole, weights, self._most), min_scores=everything)
         num_drafts, min_scores = self._best(requests)
         for place, request in enumerate(requests):
-            if request.acceptance.drafter in unknown:
+            if request.acceptance.drafter in unknown or request.is_compared:
                 num_drafts[place], min_scores[place] = self._whole_tree(request), LEAST_SCORE
         num_drafts = shares_by_weight(num_drafts, weights, self._most)
         self._num_without_drafts = 0 if any(num_drafts) else self._num_without_drafts + 1

@@ -22,6 +22,7 @@ class Drafting(NamedTuple):
     is_recorded: bool = True  # `record_tree` will be called with its trees
     is_reading: bool = False  # it computes the last part of its prompt in the step
     weight: float = 1.0  # of its tokens, see `draft_weights`
+    is_compared: bool = False  # a shadow drafts for it as well: both drafters show whole trees, whether they pay or not
 
 
 class Shares(NamedTuple):

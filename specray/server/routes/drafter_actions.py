@@ -69,6 +69,8 @@ def changed_group(now: SpeculativeConfig, action: Add | Promote | Shadow | Drop,
     group = _several(now) if now.has_drafter or not isinstance(action, Add) else shared | {"drafters": []}
     if isinstance(action, Add):
         group["drafters"] = [*group["drafters"], action.drafter]
+        if action.promotes and action.shadow_share is None:
+            raise ApiError(400, "promotes has no effect without shadow_share, such as 0.05", "promotes")
         if action.shadow_share is not None:
             name = action.drafter.get("name")
             group["shadow"] = {"drafter": name, "share": action.shadow_share, "promotes": action.promotes}

@@ -156,3 +156,17 @@ def test_a_log_without_consent_is_refused(options: dict[str, object], message: s
     with pytest.raises(ValidationError, match=message):
         ServerConfig.model_validate(options)
     ServerConfig.model_validate({"request_log": "/log", "request_log_tenants": ["*"]})
+
+
+@pytest.mark.parametrize(
+    "content", [b"\xff\xfe\x00\n", b"[" * 100_000 + b"\n", b"\n", b'{"output_token_ids": [-5]}\n'], ids=repr
+)
+def test_a_file_that_is_no_log_is_named(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    if content.startswith(b"{"):  # otherwise a whole line
+        log = RequestLog(tmp_path / "log", ["*"], 2**20, is_redacted=False)
+        (logged,) = run_logged(log, request(1))
+        content = json.dumps(logged.to_json() | json.loads(content)).encode() + b"\n"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"log\.jsonl, line 1: "):
+        list(read_log(path))

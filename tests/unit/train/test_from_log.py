@@ -129,5 +129,8 @@ def test_a_folder_grows_with_the_logs_and_leaves_out_what_has_no_text(stories: P
     other.write_text(json.dumps(replace(LOGGED, output_token_ids=[512, 3]).to_json()) + "\n")
     with pytest.raises(ConfigError, match="has the token 512"):
         add_logged([other], answers, str(stories))
+    log.write_text(json.dumps(LOGGED.redacted()) + "\n")
+    with pytest.raises(ConfigError, match="none of 1 logged requests has a text to learn from"):
+        add_logged([log], tmp_path / "none", str(stories))
     with pytest.raises(ConfigError, match="answers of another source or model"):
         add_logged([log], write_answers(tmp_path / "made"), str(stories))

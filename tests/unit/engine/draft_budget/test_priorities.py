@@ -54,3 +54,20 @@ def test_the_automatic_budget_drafts_more_for_the_urgent_request(scores: tuple[f
     assert equal[0] == equal[1]
     assert equal_scores[0] == equal_scores[1]
     assert (drafts[0], -least[0]) > (drafts[1], -least[1])
+
+
+def test_a_request_with_a_shadow_drafts_whole_trees_although_they_do_not_pay() -> None:
+    """A budget that stops drafting would hide that the shadow is better."""
+    costs = StepCosts()
+    for _ in range(64):
+        for count in (0, 4):
+            costs.observe(StepShape(1, count, count), 0.02 * (1 + count), 0.0)
+    budget = AutoBudget(None, costs)
+    for _ in range(64):
+        budget.record_tree(RequestAcceptance(), 4, [])
+    both = [Drafting(4, RequestAcceptance(), is_compared=compared) for compared in (False, True)]
+    for _ in range(20):
+        shares = budget.shares(both)
+        assert shares.num_drafts == [0, 4]
+        assert shares.runs_drafter
+    assert not any(budget.shares(both[:1]).num_drafts)

@@ -13,6 +13,8 @@ from cluster.config import AppConfig
 from specray.config import SpeculativeConfig
 from specray.engine.drafter_selection.paired_gain import PairedGain
 from specray.engine.drafter_selection.selector import PAIRED
+from specray.server.errors import ApiError
+from specray.server.routes.drafter_actions import changed_group, parse_action
 from specray.server.routing.promotion import decide
 from tests.support.scripted_server import Serve, Server
 
@@ -99,6 +101,7 @@ def test_engines_get_the_better_drafter_and_the_former_one_back(serve: Serve, op
     ("changes", "reason"),
     [
         ({"server": {}}, "needs server.admin_key_file"),
+        ({"speculative": {"drafters": [OLD, NEW], "shadow": {"promotes": True}}}, "without shadow.drafter"),
         ({"draft": {"placement": "inline"}}, "cannot be replaced"),
         ({"speculative": {"drafters": [OLD, NEW, OTHER], "shadow": {"drafter": "new", "promotes": True}}}, "several"),
     ],
@@ -107,3 +110,9 @@ def test_a_promotion_that_cannot_work_is_refused(changes: dict[str, Any], reason
     AppConfig.model_validate(options | {"speculative": SHADOWED.model_dump()})
     with pytest.raises(ValidationError, match=reason):
         AppConfig.model_validate(options | {"speculative": SHADOWED.model_dump()} | changes)
+
+
+def test_a_drafter_is_promoted_only_from_the_shadow() -> None:
+    action = parse_action({"action": "add", "drafter": OTHER, "promotes": True})
+    with pytest.raises(ApiError, match="promotes has no effect without shadow_share"):
+        changed_group(SHADOWED, action, {})
