@@ -213,7 +213,7 @@ class SpeculativeConfig(DrafterOptions):
         description="Not in SGLang. static verifies whole trees, or equal shares of "
         "max_step_draft_tokens; auto drafts what generates the most tokens per "
         "second, by costs and acceptance measured while serving. null is auto in a "
-        "server on CPUs where one seed gives one text, else static.",
+        "server with CUDA graphs, or on CPUs where one seed gives one text, else static.",
     )
 
     plain_share: float = Field(
@@ -437,6 +437,11 @@ class SpeculativeConfig(DrafterOptions):
         return self
 
 
+_GPU_CHUNK = 8192
+# SGLang's with `device: cuda`. The KV pool's size limits how many requests run, too.
+_GPU_DEFAULTS = {"max_running_requests": 200, "chunked_prefill_size": _GPU_CHUNK, "max_prefill_tokens": 2 * _GPU_CHUNK}
+
+
 class EngineConfig(Options):
     """One engine: a target on tp_size ranks, and its drafter."""
 
@@ -527,7 +532,9 @@ class EngineConfig(Options):
         False, description="Do not plan a step before the result of the last one is known."
     )
 
-    max_running_requests: int = Field(48, ge=1, le=4096, description="Maximum number of requests in a batch.")
+    max_running_requests: int = Field(
+        48, ge=1, le=4096, description="Maximum number of requests in a batch; 200 on GPUs."
+    )
     max_queued_requests: int = Field(
         256, ge=0, le=1_000_000, description="Maximum number of waiting requests; further ones are refused (429)."
     )
@@ -538,13 +545,13 @@ class EngineConfig(Options):
         description="Maximum number of waiting requests per API key; null takes half of max_queued_requests.",
     )
     chunked_prefill_size: int = Field(
-        512, ge=1, le=1_000_000, description="Maximum number of prompt tokens of one request in a step."
+        512, ge=1, le=1_000_000, description="Maximum number of prompt tokens of one request in a step; 8,192 on GPUs."
     )
     max_prefill_tokens: int = Field(
         2048,
         ge=1,
         le=1_000_000,
-        description="Maximum number of prompt tokens in a step, over all requests, while none decodes.",
+        description="Maximum number of prompt tokens in a step, over all requests, while none decodes; 16,384 on GPUs.",
     )
     mixed_prefill_tokens: int | None = Field(
         None,
@@ -583,6 +590,15 @@ class EngineConfig(Options):
     )
 
     speculative: SpeculativeConfig = SpeculativeConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_gpu_defaults(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("device") == "cuda":
+            most = data.get("max_prefill_tokens")
+            fitting = {"chunked_prefill_size": most} if isinstance(most, int) and most < _GPU_CHUNK else {}
+            data = _GPU_DEFAULTS | fitting | data
+        return data
 
     @property
     def max_queued_of_tenant(self) -> int:

@@ -22,6 +22,7 @@ from specray.outputs import Completion, FinishReason, Generation, RequestOutput
 from specray.sampling_params import SamplingParams, choice_seed, fresh_seed, make_sampling_params
 from specray.spec_decode.drafter import Drafter
 from specray.step import UNLIMITED, DraftLimit
+from specray.worker.loading import with_device
 from specray.worker.local import LocalExecutor
 
 Prompt = str | Sequence[int]  # a text or token ids
@@ -45,7 +46,7 @@ class LLM:
         _model: TargetModel | None = None,
         **options: Any,
     ) -> None:
-        self.config = _config_of(model, options)
+        self.config = with_device(_config_of(model, options))
         folder = target_folder(self.config, progress=progress)
         self.tokenizer = load_tokenizer(folder)
         self._sampling_defaults = sampling_defaults(folder)

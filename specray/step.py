@@ -158,6 +158,19 @@ class StepTimes(NamedTuple):
     draft: float  # drafting of the trees verified in this step
 
 
+class TierSeconds(NamedTuple):
+    """What a step in CUDA graphs of these sizes takes, measured before the first request."""
+
+    num_requests: int
+    num_nodes: int  # of each request's tree, the root included
+    target: float  # of forward and verification
+    draft: float  # of drafting for the next step; 0.0 where no graph of the target's process drafts
+
+    @property
+    def seconds(self) -> float:
+        return self.target + self.draft
+
+
 class StepResult(NamedTuple):
     """Results of a plan's rows, in the plan's order."""
 
@@ -168,3 +181,4 @@ class StepResult(NamedTuple):
     drafters: Sequence[DrafterUse] = ()  # use of each of several drafters that drafted for this step
     drafter_is_new: bool = False  # it took over since the step before, and hidden states before that are lost to it
     drafter_is_absent: bool = False  # none was connected, so no request has drafts
+    tiers: Sequence[TierSeconds] = ()  # if they were measured since the step before

@@ -18,6 +18,7 @@ from specray.step import (
     StepPlan,
     StepResult,
     StepTimes,
+    TierSeconds,
 )
 
 
@@ -38,7 +39,8 @@ def unpack_result(data: bytes) -> StepResult:
     """Inverse of `pack` for a result."""
     result = StepResult(*msgpack.unpackb(data))
     rows, uses = [_request_result(*row) for row in result.rows], [DrafterUse(*use) for use in result.drafters]
-    return result._replace(rows=rows, times=StepTimes(*result.times), drafters=uses)
+    tiers = [TierSeconds(*tier) for tier in result.tiers]
+    return result._replace(rows=rows, times=StepTimes(*result.times), drafters=uses, tiers=tiers)
 
 
 def _new_request(*fields: Any) -> NewRequest:

@@ -72,8 +72,10 @@ class RayExecutor:
             self.rank_nodes = tuple(place.address for place in places)
             self._watchdogs = Watchdogs(Path(self._folder.name), places, self._watchdog_options)
             max_plans = 1 if config.disable_overlap_schedule else 2
-            # On GPUs the budget was not measured, and steps whose trees may be cut start later.
-            self._capacity = self._start(places)._replace(max_plans=max_plans, learns_budget=not with_gpus)
+            capacity = self._start(places)
+            # Without graphs, a GPU would have to cut trees by scores, and its steps would start later.
+            learns = not with_gpus or capacity.has_graphs
+            self._capacity = capacity._replace(max_plans=max_plans, learns_budget=learns)
             if self._drafter is not None:
                 self._add_drafter(config, self._drafter, spans_nodes=len(ranks_by_node(places)) > 1)
             self._channel = self._connect()

@@ -46,9 +46,8 @@ class Session:
     def served_budget(self, speculative: SpeculativeConfig) -> str:
         """The budget of a server on this machine with these options: see `make_budget`."""
         capacity = self._llm.engine.capacity
-        learns = (
-            capacity.has_one_text and speculative.ignores_drafts and self.target.embedding.weight.device.type == "cpu"
-        )
+        is_cpu = self.target.embedding.weight.device.type == "cpu"
+        learns = speculative.ignores_drafts and (capacity.has_graphs or (capacity.has_one_text and is_cpu))
         return speculative.budget or ("auto" if learns else "static")
 
     def drop(self, name: str) -> None:

@@ -5,7 +5,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from random import Random
 
 from tokenizers import Tokenizer
@@ -24,7 +24,7 @@ from specray.engine.scheduler import Scheduler
 from specray.engine.speedup import MeasuredSpeedup
 from specray.engine.stats import EngineStats
 from specray.outputs import FinishReason, RequestOutput
-from specray.step import StepPlan
+from specray.step import StepPlan, TierSeconds
 
 
 class Engine:
@@ -46,6 +46,7 @@ class Engine:
         self._in_flight: deque[StepPlan] = deque()  # submitted and not collected
         self._speedup = MeasuredSpeedup(self.stats)
         self._timer = StepTimer(self._speedup.record)
+        self._tiers: Sequence[TierSeconds] = ()  # of the last result that had any
         self._pending_outputs: list[RequestOutput] = []  # not returned yet; kept if a step fails
         self._entering: Request | None = None  # is being queued
         self.drafter_name = config.speculative.drafter_name or "none"
@@ -112,6 +113,9 @@ class Engine:
             self._timer.end(time.perf_counter(), plan, result, self.scheduler.budget)
             if result.drafter_is_new:
                 self.scheduler.forget_read()
+            if result.tiers:
+                self._tiers = result.tiers
+                self.scheduler.budget.record_tiers(result.tiers)
             computed = self.scheduler.emitted(plan, result)
             is_audit = bool(computed) and all(emitted.request.spec.is_audit for emitted in computed)
             if self._selector is not None and not is_audit:
@@ -134,6 +138,7 @@ class Engine:
         `budget` is that of `new_budget`, which is called here if it is None.
         """
         self.scheduler.budget = budget or self.new_budget(speculative, max_draft_tokens)
+        self.scheduler.budget.record_tiers(self._tiers)
         self.capacity = self.capacity._replace(max_draft_tokens=max_draft_tokens)
         self.scheduler.max_draft_tokens = max_draft_tokens
         self._timer = StepTimer(self._speedup.record)

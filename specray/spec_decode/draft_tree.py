@@ -116,15 +116,15 @@ class TreeBuffers:
         self._num_nodes = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._scores = torch.zeros(max_rows, max_nodes, device=device)
         self._has_scores = False
-        self.max_depth = 0  # of the trees that were put last
+        self.max_depth = 0
 
     def put(self, tree: DraftTree) -> None:
-        """Keep these trees. All that are ever put have the same `max_depth`, and all have scores or none has.
+        """Keep these trees. All that are ever put have scores or none has.
 
-        No replay repeats what this sets in Python.
+        No replay repeats what this sets in Python, so `max_depth` is that of the deepest.
         """
         rows, width = tree.tokens.shape
-        self.max_depth = tree.max_depth
+        self.max_depth = max(self.max_depth, tree.max_depth)
         for part, values in zip(self._nodes, (tree.tokens, tree.parents), strict=True):
             part[:rows, :width].copy_(values)
         self._num_nodes[:rows].copy_(tree.num_nodes)

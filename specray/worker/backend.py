@@ -24,6 +24,7 @@ from specray.spec_decode.shard_verifier import verify_shards
 from specray.spec_decode.step_ops import step_ops
 from specray.spec_decode.verifier import can_verify_padded, reads_largest_logit, verify
 from specray.spec_decode.verify_batch import VerifyInput, VerifyOutput
+from specray.step import TierSeconds
 from specray.worker.broadcast import broadcast_output
 from specray.worker.input_batch import StepBatch, build_batch
 from specray.worker.model_runner import ForwardOutput, KernelRunner, ModelRunner
@@ -36,7 +37,7 @@ class StepWants:
 
     aux_hidden_state_layers: Sequence[int]  # see TargetModel; empty if nobody reads them
     has_grammar: bool  # any request has one. Rank 0 alone knows the masks, but all ranks must make the same choices
-    may_draft: bool  # all rows may get drafts after this step
+    num_drafts: int  # most drafts of a tree after this step; 0: some rows may get none
 
 
 @dataclass(slots=True)
@@ -85,6 +86,9 @@ class StepBackend(Protocol):
     def prepare(self) -> None:
         """What must be ready before the first step, for the present drafter; all ranks call it together."""
 
+    def measure(self) -> list[TierSeconds]:
+        """What steps in CUDA graphs take, after `prepare`; all ranks call it together."""
+
     def begin(self, batch: StepBatch, wants: StepWants) -> Pass: ...
 
     def can_begin_after(self, before: Pass) -> bool:
@@ -93,10 +97,10 @@ class StepBackend(Protocol):
         Ranks agree on this. If it is True, they exchange nothing in `finish`.
         """
 
-    def begin_after(self, before: Pass, drafted: UnsizedTrees | None, may_draft: bool) -> Pass:
+    def begin_after(self, before: Pass, drafted: UnsizedTrees | None, num_drafts: int) -> Pass:
         """Start such a step. The table has its KV slots.
 
-        `drafted` are its trees, taken from `before.drafts`; None: it verifies none. `may_draft`: see StepWants.
+        `drafted` are its trees, taken from `before.drafts`; None: it verifies none. `num_drafts`: see StepWants.
         """
 
     def has_ended(self, started: Pass) -> bool:
@@ -123,6 +127,9 @@ class TorchBackend:
     def prepare(self) -> None:
         """There is nothing to prepare."""
 
+    def measure(self) -> list[TierSeconds]:
+        return []
+
     def begin(self, batch: StepBatch, wants: StepWants) -> Pass:
         batch = batch.with_sizes()
         layers, only_largest = wants.aux_hidden_state_layers, self._reads_largest(batch, wants)
@@ -133,7 +140,7 @@ class TorchBackend:
     def can_begin_after(self, before: Pass) -> bool:  # noqa: ARG002
         return False
 
-    def begin_after(self, before: Pass, drafted: UnsizedTrees | None, may_draft: bool) -> Pass:  # noqa: ARG002
+    def begin_after(self, before: Pass, drafted: UnsizedTrees | None, num_drafts: int) -> Pass:  # noqa: ARG002
         raise AssertionError("can_begin_after is False")
 
     def has_ended(self, started: Pass) -> bool:  # noqa: ARG002
@@ -227,7 +234,7 @@ class KernelBackend(TorchBackend):
         is_greedy = isinstance(before.computed.logits, LargestLogits)
         return self._group.size == 1 and is_greedy and before.batch.tree.max_depth == 0
 
-    def begin_after(self, before: Pass, drafted: UnsizedTrees | None, may_draft: bool) -> KernelPass:  # noqa: ARG002
+    def begin_after(self, before: Pass, drafted: UnsizedTrees | None, num_drafts: int) -> KernelPass:  # noqa: ARG002
         assert isinstance(before, KernelPass)
         assert drafted is None
         number, computed = self.runner.begin_after(before.number, self._ops.struct, before.batch.rows.slots)

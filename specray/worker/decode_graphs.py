@@ -6,7 +6,7 @@ launches.
 
 import logging
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 
 import torch
@@ -16,6 +16,7 @@ from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import DeviceDrafter, DraftSource
 from specray.spec_decode.node_sampler import NodeSampler
 from specray.spec_decode.request_table import RequestTable
+from specray.step import TierSeconds
 from specray.worker.buckets import Bucket, buckets
 from specray.worker.input_batch import StepBatch
 from specray.worker.model_runner import ForwardOutput, ModelRunner
@@ -66,12 +67,30 @@ class DecodeGraphs:
             self._max_nodes, self._layers = max(nodes, self._max_nodes), layers or self._layers
             self._capture_all()
 
-    def bucket(self, batch: StepBatch) -> Bucket | None:
-        """The smallest bucket for a step; None if it has no graph."""
+    @torch.inference_mode()
+    def measure(self, wait: Callable[[], object]) -> list[TierSeconds]:
+        """What the buckets' graphs take, of requests without context; `wait` waits for the device.
+
+        Several ranks must call it together.
+        """
+        self._step.clear()
+        return [
+            TierSeconds(
+                *bucket,
+                self._seconds([("forward", bucket), ("verify", bucket, False, False)], wait),
+                self._seconds([("draft", bucket, False)], wait),
+            )
+            for bucket in self._buckets
+        ]
+
+    def bucket(self, batch: StepBatch, num_drafts: int) -> Bucket | None:
+        """The smallest bucket for a step, and for the drafts of each tree after it; None if it has no graph."""
         if not batch.only_decodes:
             return None
         self.fit_drafter()
         rows, nodes = len(batch.num_nodes), max(batch.num_nodes)
+        if self._drafter is not None:
+            nodes = max(nodes, min(1 + num_drafts, self._max_nodes))
         fitting = [bucket for bucket in self._buckets if bucket.rows >= rows and bucket.nodes >= nodes]
         return min(fitting, key=lambda bucket: (bucket.num_tokens, bucket.rows), default=None)
 
@@ -121,6 +140,19 @@ class DecodeGraphs:
             return drafts
         self._graphs.replay(_draft_key(batch, bucket))
         return self._step.drafts(len(batch.num_nodes))
+
+    def _seconds(self, keys: Sequence[Hashable], wait: Callable[[], object]) -> float:
+        """The shorter of two times of these graphs, of which there may be none."""
+        times = []
+        for _ in range(2):
+            wait()
+            start = time.perf_counter()
+            for key in keys:
+                if key in self._graphs:
+                    self._graphs.replay(key)
+            wait()
+            times.append(time.perf_counter() - start)
+        return min(times) if any(key in self._graphs for key in keys) else 0.0
 
     @torch.inference_mode()
     def _capture_all(self) -> None:

@@ -85,8 +85,8 @@ class DraftGraphs:
 
     def _draft(self, rows: int, is_sampled: bool) -> None:
         states = self._states[: rows * self._width]
-        slots, counts, nodes = self._slots[:rows], self._counts[:rows], self._nodes[:rows]
-        self._drafts.put(self._recorded.draft(PaddedRows(self.table, slots, counts, nodes, states, is_sampled)))
+        rows_of = self.table, self._slots[:rows], self._counts[:rows], self._nodes[:rows]
+        self._drafts.put(self._recorded.draft(PaddedRows(*rows_of, states, is_sampled, num_drafts=self._width - 1)))
 
 
 def graphs_of_members(

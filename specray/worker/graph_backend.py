@@ -2,11 +2,15 @@
 
 import time
 from dataclasses import dataclass
+from functools import partial
+
+import torch
 
 from specray.spec_decode.drafter import UnsizedTrees
 from specray.spec_decode.node_sampler import NodeSampler
 from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.verifier import can_verify_padded
+from specray.step import TierSeconds
 from specray.worker.backend import Pass, StepOutcome, StepWants, TorchBackend
 from specray.worker.buckets import Bucket
 from specray.worker.decode_graphs import DecodeGraphs
@@ -42,6 +46,11 @@ class GraphBackend:
     def prepare(self) -> None:
         self._graphs.fit_drafter()
 
+    def measure(self) -> list[TierSeconds]:
+        device = self._table.device
+        # The stand-in for graphs computes on a CPU, where times say nothing.
+        return self._graphs.measure(partial(torch.cuda.synchronize, device)) if device.type == "cuda" else []
+
     @property
     def knows_tree_sizes(self) -> bool:
         """True if a graph made the last trees: they have as many nodes as limits allow, or fewer."""
@@ -52,10 +61,10 @@ class GraphBackend:
         verifies = not wants.has_grammar and can_verify_padded(states, self._sampler)
         if not verifies:
             batch = batch.with_sizes()
-        bucket = self._graphs.bucket(batch)
+        bucket = self._graphs.bucket(batch, wants.num_drafts)
         if bucket is None and batch.wait_for_sizes is not None:
             batch = batch.with_sizes()
-            bucket = self._graphs.bucket(batch)
+            bucket = self._graphs.bucket(batch, wants.num_drafts)
         if bucket is None:
             self._graphs.were_drafts_taken = False
             return self._eager.begin(batch, wants)
@@ -63,7 +72,7 @@ class GraphBackend:
         if not verifies:
             self._graphs.were_drafts_taken = False
             return GraphPass(batch, computed, bucket, None)
-        outcome, drafts = self._graphs.verify(batch, bucket, wants.may_draft)
+        outcome, drafts = self._graphs.verify(batch, bucket, wants.num_drafts > 0)
         return GraphPass(batch, computed, bucket, outcome, drafts=drafts)
 
     def can_begin_after(self, before: Pass) -> bool:
@@ -71,7 +80,7 @@ class GraphBackend:
             return False
         return before.drafts is not None or before.batch.tree.max_depth == 0
 
-    def begin_after(self, before: Pass, drafted: UnsizedTrees | None, may_draft: bool) -> GraphPass:
+    def begin_after(self, before: Pass, drafted: UnsizedTrees | None, num_drafts: int) -> GraphPass:
         assert isinstance(before, GraphPass)
         assert before.outcome is not None
         self._table.flush()
@@ -82,10 +91,10 @@ class GraphBackend:
                 tree=drafted.tree, num_nodes=drafted.most_nodes, wait_for_sizes=drafted.wait_for_sizes
             )
             self._graphs.were_drafts_taken = True
-        bucket = self._graphs.bucket(batch)
+        bucket = self._graphs.bucket(batch, num_drafts)
         assert bucket is not None, "the step before had one"
         computed = self._graphs.forward(batch, bucket, returns_logits=False)
-        outcome, drafts = self._graphs.verify(batch, bucket, may_draft)
+        outcome, drafts = self._graphs.verify(batch, bucket, num_drafts > 0)
         return GraphPass(batch, computed, bucket, outcome, drafts=drafts)
 
     def has_ended(self, started: Pass) -> bool:

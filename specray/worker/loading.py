@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from specray.config import EngineConfig
+from specray.config import EngineConfig, with_values
 from specray.errors import ConfigError, first_of
 from specray.layers.parallel import RankGroup
 from specray.models.registry import context_length, load_config, load_model
@@ -153,6 +153,12 @@ def ring_limits(config: EngineConfig, model: TargetModel) -> RingLimits:
     shape, dtype = model.shape, model.embedding.weight.dtype
     sizes = (config.max_prefill_tokens, config.max_running_requests)
     return RingLimits(shape.num_layers, shape.hidden_size, *sizes, dtype)
+
+
+def with_device(config: EngineConfig) -> EngineConfig:
+    """The configuration with `device: cuda` instead of `auto` if this process sees a GPU, and so with its defaults."""
+    sees_gpu = config.device == "auto" and torch.cuda.is_available() and torch.cuda.device_count() > 0
+    return with_values(config, device="cuda") if sees_gpu else config
 
 
 def choose_device(config: EngineConfig, rank: int) -> torch.device:

@@ -29,21 +29,28 @@ from specray.spec_decode.tree_shape import TreeShape
 class PaddedRows:
     """DraftRows of R rows of which each committed up to N tokens; rows behind the requests are padding.
 
-    The drafter's KV of all tokens before those is written. Draft limits are ignored.
+    The drafter's KV of all tokens before those is written.
     """
 
     def __init__(
-        self, table: RequestTable, slots: Tensor, num_kept: Tensor, nodes: Tensor, states: Tensor, is_sampled: bool
+        self,
+        table: RequestTable,
+        slots: Tensor,
+        num_kept: Tensor,
+        nodes: Tensor,
+        states: Tensor,
+        is_sampled: bool,
+        num_drafts: int,
     ) -> None:
         """`slots` int64 [R] are those of the table: an empty request for padding.
 
         `num_kept` int64 [R] are the committed tokens, 0 for padding, and `nodes` int64 [R, N] their places among the
         row's N `states` [R * N, any], the target's hidden states; undefined past `num_kept`, but below N. Unless
-        `is_sampled`, all requests are greedy.
+        `is_sampled`, all requests are greedy. Trees have at most `num_drafts` drafts.
         """
         self.slots, self.count = slots, len(slots)
         self._table, self._num_kept, self._nodes, self._states = table, num_kept, nodes, states
-        self._is_sampled = is_sampled
+        self._is_sampled, self._num_drafts = is_sampled, num_drafts
         self._read: ExtendInput | None = None  # by the first layer
         self._extra: Tensor | None = None  # int64 [R, m], KV slots behind the prefix
 
@@ -101,11 +108,13 @@ class PaddedRows:
         assert kv.nodes is not None
         plan, table, count, topk = _padded(kv).plan_padded, self._table, self.count, shape.topk
         nodes, extra, prefix_lens, rows = kv.nodes[:count], self._extra, self.ends, self.slots
+        is_whole = topk == kv.shape.topk
         if topk > 1:
             prefix_lens, rows = (part.repeat_interleave(topk) for part in (prefix_lens, rows))
 
         def attend_at(level: int, sees: Tensor) -> Attend:
-            written, seen = kv.levels[level - 1][:count].flatten(), nodes[:, : level * topk]
+            seen = nodes[:, : level * topk]
+            written = (kv.levels[level - 1][:count] if is_whole else seen[:, -topk:]).flatten()
             lengths = kv.depths[level - 1][:count]
             if extra is not None:
                 number = extra.shape[1]
@@ -118,7 +127,7 @@ class PaddedRows:
         return attend_at
 
     def limited(self, shape: TreeShape) -> TreeShape:
-        return shape
+        return shape.limited(shape.num_steps, self._num_drafts)
 
     def noise(self, num_levels: int) -> TreeNoise | None:
         return TreeNoise.of(self._table, self.slots, self.ends, num_levels) if self._is_sampled else None

@@ -106,7 +106,9 @@ class PaddedStep:
         """Draft for the next step after `verify`."""
         count, _, rest = self._outcome_of(bucket).tensor_split((1, 2), 1)
         nodes, aux = rest[:, bucket.nodes :], self._aux[: bucket.num_tokens]
-        rows = PaddedRows(self._table, self._slots[: bucket.rows], count[:, 0], nodes, aux, is_sampled)
+        rows = PaddedRows(
+            self._table, self._slots[: bucket.rows], count[:, 0], nodes, aux, is_sampled, bucket.nodes - 1
+        )
         self._drafts.put(drafter.draft(rows))
 
     def drafts(self, num_rows: int) -> DraftTree:

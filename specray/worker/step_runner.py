@@ -86,7 +86,7 @@ class StepRunner:
         wants = StepWants(
             self.drafts.aux_hidden_state_layers if plan.runs_drafter and self.drafts.reads_context else (),
             has_grammar,
-            _may_draft(plan),
+            _num_drafts(plan),
         )
         return StartedStep(plan, self._backend.begin(batch, wants), prepared - start, prepared, draft_seconds)
 
@@ -126,7 +126,7 @@ class StepRunner:
             tree = limited(before.drafts, [row.draft_limit for row in last.plan.rows])
             drafted = self.drafts.take_next(tree, slots, self._table.last_tokens(slots), limits)
             last = last._replace(are_drafts_taken=True)
-        started = self._backend.begin_after(before, drafted, _may_draft(plan))
+        started = self._backend.begin_after(before, drafted, _num_drafts(plan))
         return last, StartedStep(plan, started, 0.0, start, 0.0, is_early=True)
 
     def finish(self, step: StartedStep) -> StepResult:
@@ -241,9 +241,10 @@ class StepRunner:
         return RequestResult(state.slot, tokens, num_drafts, output.logprobs.get(row), None, nodes, prompt_logprobs)
 
 
-def _may_draft(plan: StepPlan) -> bool:
-    """Whether all requests may get drafts after this step."""
-    return plan.runs_drafter and all(row.draft_limit.allows_drafts for row in plan.rows)
+def _num_drafts(plan: StepPlan) -> int:
+    """Most drafts of a tree after this step; 0: some requests may get none."""
+    may_draft = plan.runs_drafter and all(row.draft_limit.allows_drafts for row in plan.rows)
+    return max(row.draft_limit.num_tokens for row in plan.rows) if may_draft else 0
 
 
 def needs_result(state: RequestState) -> bool:

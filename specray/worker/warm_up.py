@@ -54,11 +54,12 @@ class WarmUpSizes(NamedTuple):
 
 
 def warm_up(worker: "Worker", config: EngineConfig) -> None:
-    """Capture all graphs and compile all kernels, before any other step. All ranks call it together.
+    """Capture and time all graphs and compile all kernels, before any other step. All ranks call it together.
 
     On ranks above 0 it returns once graphs are captured, and `run_loop` runs the steps.
     """
     worker.prepare()
+    tiers = worker.measure()
     if not worker.leads or not worker.compiles_kernels:
         return
     capacity, start = worker.capacity, time.perf_counter()
@@ -77,6 +78,7 @@ def warm_up(worker: "Worker", config: EngineConfig) -> None:
             worker.propose()
         freed = [SLOT]
     worker.execute(StepPlan(0, freed, [], []))
+    worker.tiers = tiers
     logger.info("warmed up in %.1f s", time.perf_counter() - start)
 
 

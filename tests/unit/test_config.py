@@ -215,3 +215,16 @@ def test_no_copy_of_a_configuration_escapes_validation() -> None:
     assert unchecked == {
         f"specray/server/{name}.py" for name in ("schemas/body", "generate/protocol", "responses/protocol")
     }
+
+
+def test_gpus_have_defaults_of_their_own() -> None:
+    """Once it is known that there is one, and where nothing else is set."""
+
+    def sizes(config: EngineConfig) -> tuple[int, int, int]:
+        return config.max_running_requests, config.chunked_prefill_size, config.max_prefill_tokens
+
+    assert sizes(EngineConfig()) == sizes(EngineConfig(device="cpu")) == (48, 512, 2048)
+    assert sizes(with_values(EngineConfig(), device="cuda")) == (200, 8192, 16384)
+    assert sizes(EngineConfig(device="cuda", max_running_requests=3)) == (3, 8192, 16384)
+    assert sizes(EngineConfig(device="cuda", max_prefill_tokens=4096)) == (200, 4096, 4096)
+    assert sizes(EngineConfig(device="cuda", chunked_prefill_size=512)) == (200, 512, 16384)

@@ -1,14 +1,16 @@
 """How many tokens are drafted for each request of a step. No choice changes a request's text.
 
 `budget` has the interface, and the budget that shares a fixed number among the requests. `auto` verifies drafts while
-they raise the tokens per second, and `trials` says when it tries other numbers. `costs` estimates the time of a step,
-`store` keeps that for the next start, and `acceptance` estimates how many drafts are accepted.
+they raise the tokens per second, and `trials` says when it tries other numbers; `tiers` does so where steps are CUDA
+graphs. `costs` estimates the time of a step, `store` keeps that for the next start, and `acceptance` estimates how many
+drafts are accepted.
 """
 
 from specray.config import EngineConfig, SpeculativeConfig, with_values
 from specray.engine.draft_budget.auto import AutoBudget
 from specray.engine.draft_budget.budget import DraftBudget, Drafting, StaticBudget, StepTimer, draft_weights
 from specray.engine.draft_budget.store import CostStore
+from specray.engine.draft_budget.tiers import TierBudget
 from specray.engine.executor import Capacity
 
 __all__ = ["DraftBudget", "Drafting", "StepTimer", "draft_weights", "make_budget"]
@@ -18,9 +20,12 @@ def make_budget(config: EngineConfig, speculative: SpeculativeConfig, capacity: 
     """The budget that `speculative.budget` names; costs that were learnt before are read."""
     most, kind = speculative.max_step_draft_tokens, speculative.budget
     if kind is None:
-        has_one_text = capacity.has_one_text and speculative.ignores_drafts
-        kind = "auto" if capacity.learns_budget and has_one_text and speculative.has_drafter else "static"
+        # Without graphs, costs are learnt by trials, which change the text where a seed has several.
+        may_learn = capacity.learns_budget and (capacity.has_graphs or capacity.has_one_text)
+        kind = "auto" if may_learn and speculative.ignores_drafts and speculative.has_drafter else "static"
     if kind == "static":
         return StaticBudget(most, speculative.plain_share)
+    if capacity.has_graphs:
+        return TierBudget(most)
     store = CostStore.of(with_values(config, speculative=speculative), capacity)
     return AutoBudget(most, store.load(), store.save)

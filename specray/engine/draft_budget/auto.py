@@ -19,6 +19,7 @@ from specray.engine.draft_budget.acceptance import (
 from specray.engine.draft_budget.budget import Drafting, Shares, shares_by_weight
 from specray.engine.draft_budget.costs import StepCosts, StepShape
 from specray.engine.draft_budget.trials import TRIAL_STEPS, Trial, Trials
+from specray.step import TierSeconds
 
 NUM_FIRST_TREES = 32  # whole trees at the start show the acceptance of every node
 DRAFTER_OFF_AFTER = 4  # steps without drafts until the drafter is no longer called
@@ -189,6 +190,9 @@ class AutoBudget:
         self._num_timed += 1
         if self._num_timed % STEPS_PER_SAVE == 0 or self._num_timed in FIRST_SAVES:
             self._keep(self._costs)
+
+    def record_tiers(self, tiers: Sequence[TierSeconds]) -> None:
+        """It learns costs by itself."""
 
     def _best(self, requests: Sequence[Drafting]) -> tuple[list[int], list[float]]:
         """(drafts, least scores) of each request: by scores where its drafter knows them, by place otherwise.

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from specray.engine.draft_budget.acceptance import RequestAcceptance
 from specray.engine.draft_budget.costs import StepShape
-from specray.step import StepPlan, StepResult
+from specray.step import StepPlan, StepResult, TierSeconds
 
 PLAIN_STEPS = 4  # without drafts in a row; the time of the first one depends on the drafts of the one before
 MAX_PRIORITY = 2  # beyond it, or below its negative, a priority changes no weight
@@ -59,6 +59,9 @@ class DraftBudget(Protocol):
         if the drafter was called but allowed no drafts, because such steps do not last.
         """
 
+    def record_tiers(self, tiers: Sequence[TierSeconds]) -> None:
+        """Learn what steps in CUDA graphs take."""
+
 
 class StaticBudget:
     """Equal shares of `max_step_draft_tokens`; None sets no limit. `plain_share` of the steps have no drafts."""
@@ -88,6 +91,9 @@ class StaticBudget:
         """Nothing depends on it."""
 
     def record_step(self, shape: StepShape, target_seconds: float, rest_seconds: float | None) -> None:
+        """Nothing depends on it."""
+
+    def record_tiers(self, tiers: Sequence[TierSeconds]) -> None:
         """Nothing depends on it."""
 
 

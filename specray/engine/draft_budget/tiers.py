@@ -1,0 +1,147 @@
+"""The budget of steps in CUDA graphs, whose costs are measured before the first request.
+
+Graphs pad requests and trees to the sizes that were captured, so a step costs what its tier does: the smallest captured
+sizes that it fits in. All requests get as many drafts, those of the tier that makes the most tokens per second. Scores
+are not asked for: the host would have to cut trees by them, and a step could not begin before the last one's outcome.
+"""
+
+from collections.abc import Sequence
+from math import exp
+
+from specray.engine.draft_budget.acceptance import NodeAcceptance, RequestAcceptance
+from specray.engine.draft_budget.budget import Drafting, Shares, shares_by_weight
+from specray.engine.draft_budget.costs import CLIP, PACE_MEMORY, Curve, StepShape
+from specray.step import TierSeconds
+
+NUM_FIRST_TREES = 32  # whole trees at the start show the acceptance of every node
+DRAFTER_OFF_AFTER = 4  # steps without drafts until the drafter is no longer called
+FORGET_AFTER = 1024  # such steps after which the acceptance is forgotten, because other requests may accept more
+START_WEIGHT = 16.0  # of a cost that was measured at the start, in steps
+MARGIN = 1.02  # a step with drafts counts as this many times its time, so that plain decoding wins what is noise
+
+
+class TierCosts:
+    """Seconds of a step by the captured sizes that it fits in, drafting included."""
+
+    def __init__(self, tiers: Sequence[TierSeconds]) -> None:
+        points: dict[int, list[tuple[int, float, float]]] = {}
+        for tier in tiers:
+            points.setdefault(tier.num_requests, []).append((tier.num_nodes, tier.seconds, START_WEIGHT))
+        self._curves = {num_requests: Curve(found) for num_requests, found in sorted(points.items())}
+        self._num_nodes = {num_requests: sorted(nodes for nodes, *_ in found) for num_requests, found in points.items()}
+        self.has_drafts = any(tier.draft for tier in tiers)  # whether a step's costs include drafting
+        self._pace = 1.0  # a step's time in proportion to the start's, when no request had any context
+
+    def choices(self, num_requests: int) -> list[int]:
+        """Numbers of drafts that fill the nodes of a tier; 0 is the first."""
+        return [nodes - 1 for nodes in self._num_nodes[self._rows(num_requests)]]
+
+    def seconds(self, num_requests: int, num_drafts: int) -> float:
+        """The expected time of a step in which the largest tree has so many drafts."""
+        curve, nodes, more = self._tier(num_requests, num_drafts)
+        return float(self._pace * more * curve.at(nodes))
+
+    def observe(self, shape: StepShape, seconds: float) -> None:
+        """Learn from a step: what its tier costs beside others, and how slow all have become."""
+        curve, nodes, more = self._tier(shape.num_requests, shape.most_drafts)
+        usual = self.seconds(shape.num_requests, shape.most_drafts)
+        deviation = seconds / usual
+        counted = CLIP / max(CLIP, deviation)
+        curve.observe(nodes, counted * seconds / (self._pace * more))
+        self._pace *= exp((counted * deviation - 1) / PACE_MEMORY)
+
+    def _rows(self, num_requests: int) -> int:
+        return next((rows for rows in self._curves if rows >= num_requests), max(self._curves))
+
+    def _tier(self, num_requests: int, num_drafts: int) -> tuple[Curve, int, float]:
+        """(seconds by nodes, the nodes of the tier, how many times its requests there are)."""
+        rows = self._rows(num_requests)
+        tiers = self._num_nodes[rows]
+        nodes = next((nodes for nodes in tiers if nodes > num_drafts), tiers[-1])
+        return self._curves[rows], nodes, max(1.0, num_requests / rows)
+
+
+class TierBudget:
+    """DraftBudget over TierCosts. Until they are known, trees are whole."""
+
+    learns = True
+
+    def __init__(self, max_step_draft_tokens: int | None) -> None:
+        self._most = max_step_draft_tokens
+        self._costs: TierCosts | None = None
+        self._nodes: dict[str, NodeAcceptance] = {}  # by the name of one of several drafters
+        self._num_without_drafts = 0  # steps in a row
+
+    def record_tiers(self, tiers: Sequence[TierSeconds]) -> None:
+        self._costs = TierCosts(tiers) if tiers else None
+
+    def shares(self, requests: Sequence[Drafting], num_reading: int = 0) -> Shares:
+        if not any(request.most for request in requests):  # says nothing about drafts, which nobody may have
+            return Shares([0] * len(requests), self._runs_drafter(requests, num_reading))
+        wanted = [request.most if request.acceptance.is_caught_up else 0 for request in requests]
+        most = self._best(requests, wanted)
+        wanted = [min(most, count) for count in wanted]
+        self._num_without_drafts = 0 if any(wanted) else self._num_without_drafts + 1
+        if self._num_without_drafts >= FORGET_AFTER:
+            self._nodes.clear()
+        if self._most is not None:
+            wanted = shares_by_weight(wanted, [request.weight for request in requests], self._most)
+        return Shares(wanted, self._runs_drafter(requests, num_reading))
+
+    def record_tree(
+        self,
+        request: RequestAcceptance,
+        num_drafts: int,
+        accepted_nodes: Sequence[int],
+        scores: Sequence[float] = (),  # noqa: ARG002
+    ) -> None:
+        if num_drafts:
+            nodes = self._nodes.setdefault(request.drafter, NodeAcceptance())
+            request.add(len(accepted_nodes), sum(nodes.gains(num_drafts)))
+            nodes.observe(num_drafts, accepted_nodes)
+            request.count_in_row(num_drafts, len(accepted_nodes))
+        else:
+            request.fade()
+
+    def record_step(self, shape: StepShape, target_seconds: float, rest_seconds: float | None) -> None:
+        if self._costs is not None and rest_seconds is not None:
+            self._costs.observe(shape, target_seconds + rest_seconds)
+
+    def _runs_drafter(self, requests: Sequence[Drafting], num_reading: int) -> bool:
+        """Whether it drafted lately, costs nothing here, or has to read prompts whose requests will get drafts."""
+        if self._num_without_drafts <= DRAFTER_OFF_AFTER or self._costs is None or not self._costs.has_drafts:
+            return True
+        if not num_reading and not any(request.is_reading for request in requests):
+            return False
+        most = max((request.most for request in requests), default=0)
+        together = [*requests, *[Drafting(most, RequestAcceptance())] * num_reading]
+        return self._best(together, [request.most for request in together]) > 0
+
+    def _best(self, requests: Sequence[Drafting], wanted: Sequence[int]) -> int:
+        """Drafts of each request, of which request i can have `wanted[i]`, that make the most tokens per second."""
+        most, count = max(wanted, default=0), len(requests)
+        if self._costs is None or self._is_learning(requests):
+            return most
+        gains = {name: nodes.gains(most) for name, nodes in self._nodes.items()}
+        usual = NodeAcceptance().gains(most)
+        tokens = [float(count)] * (most + 1)  # of the step, by the drafts of each request
+        for request, number in zip(requests, wanted, strict=True):
+            own = request.acceptance.gains(gains.get(request.acceptance.drafter, usual)[:number])
+            total = 0.0
+            for place in range(most):
+                total += own[place] if place < number else 0.0
+                tokens[place + 1] += total
+        best, fastest = 0, count / self._costs.seconds(count, 0)
+        for choice in self._costs.choices(count)[1:]:
+            number = min(choice, most)
+            rate = tokens[number] / (MARGIN * self._costs.seconds(count, number))
+            if rate > fastest:
+                best, fastest = number, rate
+        return best
+
+    def _is_learning(self, requests: Sequence[Drafting]) -> bool:
+        """Whether too little is known of the drafters of all these requests, whose trees show more."""
+        names = {request.acceptance.drafter for request in requests if request.most and request.is_recorded}
+        return bool(names) and all(
+            name not in self._nodes or self._nodes[name].num_trees < NUM_FIRST_TREES for name in names
+        )

@@ -1,0 +1,95 @@
+"""The budget of steps in CUDA graphs: depth follows the batch, by costs that were measured before the first request."""
+
+from random import Random
+
+import pytest
+
+from specray.config import EngineConfig, SpeculativeConfig
+from specray.engine.draft_budget import make_budget
+from specray.engine.draft_budget.acceptance import RequestAcceptance
+from specray.engine.draft_budget.budget import Drafting
+from specray.engine.draft_budget.costs import StepShape
+from specray.engine.draft_budget.tiers import FORGET_AFTER, TierBudget, TierCosts
+from specray.engine.executor import Capacity
+from specray.step import TierSeconds
+
+MOST = 7  # drafts of a chain
+RATE = 0.8  # of each draft, if the one before was accepted: 4.2 tokens a step with 7 drafts
+
+
+def seconds(num_requests: int, num_nodes: int) -> float:
+    """Of an 8B model on an H200, roughly: weights are read once for up to 163 rows of a step."""
+    return 4e-3 * max(1.0, num_requests * num_nodes / 163) + 1e-4 * num_requests
+
+
+TIERS = [
+    TierSeconds(rows, nodes, seconds(rows, nodes), (nodes - 1) * 2e-4)
+    for rows in (1, 2, 4, 8, 16, 32, 64)
+    for nodes in (1, 2, 4, 8)
+]
+
+
+def chosen(budget: TierBudget, num_requests: int, rate: float = RATE, steps: int = 200) -> set[int]:
+    """Drafts of each request in the last steps of chains whose drafts are accepted at this rate."""
+    random, seen = Random(0), []
+    requests = [RequestAcceptance() for _ in range(num_requests)]
+    for _ in range(steps):
+        shares = budget.shares([Drafting(MOST, request) for request in requests])
+        seen.append(set(shares.num_drafts))
+        for request, count in zip(requests, shares.num_drafts, strict=True):
+            accepted = next((node for node in range(count) if random.random() > rate), count)
+            budget.record_tree(request, count, range(1, 1 + accepted))
+        most = max(shares.num_drafts)
+        budget.record_step(StepShape(num_requests, num_requests * most, most), seconds(num_requests, 1 + most), 0.0)
+    return set().union(*seen[-50:])
+
+
+def test_depth_follows_the_batch() -> None:
+    budget = TierBudget(None)
+    budget.record_tiers(TIERS)
+    assert chosen(budget, 1) == {7}
+    assert max(chosen(budget, 64)) <= 3
+    assert chosen(budget, 8) == {7}
+    assert chosen(TierBudget(None), 64, steps=3) == {7}  # costs are not known yet
+
+
+def test_drafts_that_are_not_accepted_are_turned_off_and_tried_again() -> None:
+    budget = TierBudget(None)
+    budget.record_tiers(TIERS)
+    assert chosen(budget, 64, rate=0.05) == {0}
+    request = Drafting(MOST, RequestAcceptance())
+    assert not budget.shares([request] * 64).runs_drafter
+    assert not budget.shares([request] * 64, num_reading=1).runs_drafter
+    seen = [max(budget.shares([request] * 64).num_drafts) for _ in range(FORGET_AFTER)]
+    assert (seen[0], seen[-1]) == (0, MOST)
+
+
+def test_requests_that_the_drafter_has_not_read_have_no_drafts() -> None:
+    budget = TierBudget(None)
+    budget.record_tiers(TIERS)
+    missed = Drafting(MOST, RequestAcceptance(num_missed_tokens=100))
+    assert budget.shares([missed, Drafting(MOST, RequestAcceptance())]).num_drafts == [0, MOST]
+
+
+def test_a_limit_of_all_drafts_is_kept() -> None:
+    assert TierBudget(9).shares([Drafting(MOST, RequestAcceptance())] * 3).num_drafts == [3, 3, 3]
+
+
+def test_costs_follow_what_steps_take() -> None:
+    """A step costs what its tier does. All rise when contexts grow, one beside the others when it alone is slower."""
+    costs = TierCosts(TIERS)
+    assert costs.seconds(5, 2) == costs.seconds(8, 3) == pytest.approx(seconds(8, 4) + 6e-4)
+    assert costs.seconds(128, 3) == pytest.approx(2 * costs.seconds(64, 3))
+    for _ in range(100):
+        costs.observe(StepShape(8, 24, 3), 2 * (seconds(8, 4) + 6e-4))
+    assert costs.seconds(8, 3) == pytest.approx(2 * (seconds(8, 4) + 6e-4), rel=0.05)
+    assert costs.seconds(1, 0) > 1.5 * seconds(1, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "learns"), [({}, True), ({"budget": "static"}, False), ({"verification": "rejection"}, False)]
+)
+def test_an_engine_with_graphs_learns_its_budget(options: dict[str, str], learns: bool) -> None:
+    config = EngineConfig(speculative=SpeculativeConfig(algorithm="NGRAM", **options))
+    capacity = Capacity(40, MOST, 100, 50, [1], has_graphs=True, has_one_text=False, learns_budget=True)
+    assert isinstance(make_budget(config, config.speculative, capacity), TierBudget) is learns
