@@ -68,7 +68,9 @@ NOT_COMPUTED: Mapping[str, tuple[object, ...]] = {
     "shared_expert_intermediate_size": (0,),
     "shared_intermediate_size": (0,),
 }
-# Keys that only some model types compute, and the values that they do not need to.
+_NOAUX: Mapping[str, tuple[object, ...]] = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
+# Keys that only some model types compute, and the values that they do not need to. transformers' modules take the
+# published values of theirs for granted.
 NOT_COMPUTED_BY: Mapping[str, Mapping[str, tuple[object, ...]]] = {
     "llama": {"qk_norm": (False,), "use_qk_norm": (False,), "qk_layernorm": (False,), "num_local_experts": (0, 1)},
     "mistral": {"attention_bias": (False,), "qk_norm": (False,), "use_qk_norm": (False,)},
@@ -83,9 +85,69 @@ NOT_COMPUTED_BY: Mapping[str, Mapping[str, tuple[object, ...]]] = {
     "deepseek_v3": {
         "attention_bias": (False,),
         "moe_layer_freq": (1,),
-        "topk_method": ("noaux_tc",),
-        "scoring_func": ("sigmoid",),
+        **_NOAUX,
     },
+    "deepseek_v32": _NOAUX,
+    "dots3_note_text": {
+        **_NOAUX,
+        "attention_gate_type": ("headwise",),
+        "swa_attention_gate_type": ("headwise",),
+        "apply_mla_qkv_lora_rescale": (True,),
+    },
+    "exaone_moe": _NOAUX,
+    "glm4_moe_lite": _NOAUX,
+    "glm_moe_dsa": _NOAUX,
+    "glm_ocr_text": {"attention_bias": (False,)},
+    "hy_v3": {
+        "qk_norm": (True,),
+        "route_norm": (True,),
+        "moe_router_use_sigmoid": (True,),
+        "moe_router_enable_expert_bias": (True,),
+    },
+    "laguna": {"qkv_bias": (False,), "swa_attention_sink_enabled": (False,), "moe_router_use_sigmoid": (True,)},
+    "mimo_v2_flash": {
+        **_NOAUX,
+        "n_shared_experts": (0,),
+        "rope_theta": (5_000_000,),
+        "swa_rope_theta": (10_000,),
+        "partial_rotary_factor": (0.334,),
+        "layernorm_epsilon": (1e-5,),
+        "add_swa_attention_sink_bias": (True,),
+        "add_full_attention_sink_bias": (False,),
+    },
+    "minimax_m2": {
+        "scoring_func": ("sigmoid",),
+        "use_qk_norm": (True,),
+        "qk_norm_type": ("per_layer",),
+        "use_routing_bias": (True,),
+    },
+    "minimax_m3_vl_text": {
+        "scoring_func": ("sigmoid",),
+        "use_qk_norm": (True,),
+        "qk_norm_type": ("per_head",),
+        "use_gemma_norm": (True,),
+        "use_routing_bias": (True,),
+    },
+    "qwen3_5_text": {"attn_output_gate": (True,), "output_gate_type": _SILU},
+    "qwen3_5_moe_text": {"attn_output_gate": (True,), "output_gate_type": _SILU},
+    "step3p5": {
+        "use_moe": (True,),
+        "use_qk_norm": (True,),
+        "zero_centered": (True,),
+        "use_head_wise_attn_gate": (True,),
+        "moe_router_activation": ("sigmoid",),
+        "norm_expert_weight": (True,),
+        "use_moe_router_bias": (True,),
+        "sink": (False,),
+    },
+}
+# Keys of NOT_COMPUTED that published checkpoints of a model type have and that nothing reads.
+WITHOUT_EFFECT = {"mimo_v2_flash": {"attention_chunk_size"}}
+# Lists with an entry for each layer that repeat another key: its name, and its value where the entry is true.
+REPEATED = {
+    "hybrid_layer_pattern": ("layer_types", "sliding_attention"),
+    "moe_layer_freq": ("mlp_layer_types", "sparse"),
+    "is_moe_layer": ("mlp_layer_types", "sparse"),
 }
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Model types that read the factor although their default configuration has none.
@@ -100,9 +162,16 @@ def check_keys(path: Path, config: PretrainedConfig, honoured: Collection[str] =
 
     `honoured` are the names that the configuration's class has, where transformers' own modules compute the model.
     """
-    common = {name: neutral for name, neutral in NOT_COMPUTED.items() if name not in honoured}
-    for name, neutral in {**common, **NOT_COMPUTED_BY.get(str(config.model_type), {})}.items():
+    kind = str(config.model_type)
+    unread = {*honoured, *WITHOUT_EFFECT.get(kind, ())}
+    common = {name: neutral for name, neutral in NOT_COMPUTED.items() if name not in unread}
+    for name, neutral in {**common, **NOT_COMPUTED_BY.get(kind, {})}.items():
         _check(path, name, getattr(config, name, None), neutral)
+    for name, (own, value) in REPEATED.items():
+        entries = getattr(config, name, None)
+        computed = [kind == value for kind in getattr(config, own, None) or ()]
+        if isinstance(entries, list) and [*map(bool, entries[: len(computed)])] != computed:
+            raise ConfigError(f"{path}: {name} and {own} do not describe the same layers; choose another model")
     if not honoured:
         _check_rotary_and_layers(path, config)
     elif not reads_partial_rotary_factor(config):

@@ -104,7 +104,8 @@ def _transformers_config(folder: Path) -> PretrainedConfig:
     elif config is not whole:
         config.architectures = whole.architectures
         config.dtype = config.dtype or whole.dtype
-        config.tie_word_embeddings = whole.tie_word_embeddings
+        # transformers ties what the whole model says, and nothing if it says nothing.
+        config.tie_word_embeddings = whole.tie_word_embeddings = getattr(whole, "tie_word_embeddings", False)
         config.multimodal_config = whole
     config.allow_global_per_layer_attribute_access = True  # layers' own values are read by transformers' modules alone
     check_keys(folder / "config.json", config, honoured={*dir(type(config)), *type(config).attribute_map})
@@ -154,7 +155,8 @@ def _dense_attention(config: Any) -> tuple[str, int | None]:
         return "index_topk", int(config.index_topk)
     if "minimax_m3_sparse" in types:
         return "index_topk_blocks * index_block_size", int(config.index_topk_blocks * config.index_block_size)
-    return "attention_chunk_size", getattr(config, "attention_chunk_size", None)
+    is_chunked = hasattr(type(config), "attention_chunk_size")  # MiMo-V2-Flash is published with it and has windows
+    return "attention_chunk_size", config.attention_chunk_size if is_chunked else None
 
 
 def _layer_attention(config: PretrainedConfig, max_positions: int) -> list[LayerAttention] | None:
@@ -307,7 +309,12 @@ def _has_modules(content: Any) -> bool:
         MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
     )
     known = {table.get(model_type) for table in tables} if isinstance(model_type, str) else set()
-    return _first_architecture(content) in known.union(_WITHIN_IMAGE_MODELS) - {None}
+    return _plain(_first_architecture(content)) in {_plain(name) for name in known.union(_WITHIN_IMAGE_MODELS)} - {""}
+
+
+def _plain(architecture: str | None) -> str:
+    """Without what published names have otherwise than transformers: KimiK25, Ernie4_5_ForCausalLM, ExaoneMoE."""
+    return (architecture or "").replace("_", "").lower()
 
 
 def _read_config(folder: Path, content: Any) -> PretrainedConfig:
@@ -315,7 +322,7 @@ def _read_config(folder: Path, content: Any) -> PretrainedConfig:
     try:
         known = _config_class(content.get("model_type"))
         if known is not None:
-            return known.from_dict(content)
+            return known.from_dict(content | {"model_type": known.model_type})
     except (TypeError, AttributeError):
         pass  # as in `_content`
     except Exception as error:
@@ -355,6 +362,10 @@ def _config_class(model_type: object) -> type[PretrainedConfig] | None:
         from transformers import Qwen2Config  # a quarter of a second
 
         return Qwen2Config
+    if model_type == "kimi_k2":  # likewise, those of DeepSeek-V3's
+        from transformers import DeepseekV3Config
+
+        return DeepseekV3Config
     return None
 
 

@@ -9,8 +9,10 @@ import math
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from copy import copy
 from dataclasses import dataclass, replace
 from threading import Lock
+from types import MethodType
 from typing import Any, Protocol
 
 import torch
@@ -173,6 +175,9 @@ def build_skeleton(config: PretrainedConfig, dtype: torch.dtype) -> Any:
         ) from error
     if any(hasattr(module, "has_gate") for module in model.modules()):  # of use_experts_implementation
         model.set_experts_implementation(IMPLEMENTATION)
+    for module in model.modules():
+        if not hasattr(module, "has_gate") and _mixes_gated_units(module):
+            _declare_experts(module)
     if hasattr(config, "multimodal_config"):
         _remove_encoders(model)
     for module in list(model.modules()):
@@ -194,6 +199,32 @@ def _from_config(config: PretrainedConfig, dtype: torch.dtype) -> Any:
                 raise
     make = AutoModelForCausalLM.from_config
     return make(config, **options)
+
+
+def _declare_experts(module: Any) -> None:
+    """Let a module call our experts, as transformers' use_experts_implementation does. It lacks for Step-3.5's."""
+    module.has_gate = module.is_concatenated = True
+    module.has_bias = module.is_transposed = module.has_post_expert_norm = False
+    module.forward = MethodType(_mix, module)
+
+
+def _mixes_gated_units(module: Any) -> bool:
+    """Whether a module computes gated units of its experts' matrices. It is tried with other matrices."""
+    names = ("gate_up_proj", "down_proj")
+    if module._parameters.keys() != set(names) or not hasattr(module, "_apply_gate"):
+        return False
+    trial = copy(module)
+    trial.num_experts = count = 2
+    ups, downs = (torch.linspace(-1.0, 1.0, 24).view(count, 6, 2), torch.linspace(1.0, -2.0, 12).view(count, 2, 3))
+    trial._parameters = dict(zip(names, map(nn.Parameter, (ups, downs)), strict=True))
+    x, chosen, weights = torch.linspace(-2.0, 3.0, 6).view(3, 2), torch.tensor([[0], [1], [1]]), torch.ones(3, 1)
+    try:
+        with torch.no_grad():
+            units = [module._apply_gate(up @ row) for up, row in zip(ups[chosen[:, 0]], x, strict=True)]
+            expected = torch.stack([down @ unit for down, unit in zip(downs[chosen[:, 0]], units, strict=True)])
+            return torch.allclose(trial(x, chosen, weights), expected, rtol=1e-5, atol=1e-5)
+    except (RuntimeError, TypeError, AttributeError, ValueError):  # it takes or does something else
+        return False
 
 
 class _NoIndexer(nn.Module):

@@ -303,7 +303,21 @@ IMAGE_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any
         {},
         {"out_hidden_size": 64, "projector_hidden_size": 16},
     ),
-    "step3p7": ("Step3p7Config", _EXPERTS | _WINDOW | {"pad_token_id": 3, "num_sliding_attention_heads": 8}, {}, {}),
+    "step3p7": (
+        "Step3p7Config",
+        _EXPERTS
+        | _WINDOW
+        | {
+            "pad_token_id": 3,
+            "num_sliding_attention_heads": 8,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "share_expert_dim": 16,
+            "swiglu_limits": [0.0, 0.0, 0.3],
+            "swiglu_limits_shared": [0.0, 0.3, 0.0],
+        },
+        {},
+        {},
+    ),
     "minimax_m3": (
         "MiniMaxM3VLConfig",
         _EXPERTS
