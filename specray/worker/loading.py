@@ -86,9 +86,10 @@ class LoadedTarget:
         states = StatePool(shape.states, num_rows, device) if shape.states else None
         self.runner = make_runner(self.model, kv, attention, states)
         if dtype is not torch.float32 and ops_on(device).sums_in_fixed_order and not self.model.is_row_wise:
+            given = str(dtype).removeprefix("torch.") + " (auto)" * (config.dtype == "auto")
             raise ConfigError(
-                f"dtype={config.dtype}: {self._architecture} has operations whose last bits depend on the batch, "
-                "so one seed would not give one text; set dtype: float32"
+                f"dtype={given}: {self._architecture} has operations whose last bits depend on the batch, so one seed "
+                "would not give one text; set dtype: float32 (--dtype float32), which takes twice the memory"
             )
         if config.deterministic and not self._has_fixed_sums:
             raise ConfigError(

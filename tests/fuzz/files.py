@@ -32,6 +32,7 @@ from specray.models.tokenizer import load_tokenizer, render_chat
 from specray.spec_decode.model_files import check_model_files
 from tests.fuzz.mutations import dumps, mutated_bytes, mutated_json
 from tests.support.gguf_toy import write_gguf
+from tests.support.gpt_oss import write_gpt_oss
 from tests.support.heads import write_random_head
 from tests.support.mtp import write_mimo_layers
 from tests.support.toy import write_toy
@@ -192,6 +193,10 @@ def _load_target(folder: Path) -> None:
     render_chat(load_tokenizer(folder), [{"role": "user", "content": "hi"}])
 
 
+def _write_experts(folder: Path) -> None:
+    write_gpt_oss(folder, num_layers=2)
+
+
 def _write_shards(folder: Path) -> None:
     write_toy(folder)
     tensors = list(load_file(folder / "model.safetensors").items())
@@ -239,6 +244,7 @@ SUBJECTS = [
     Subject("target", _write_target, _load_target),
     Subject("GGUF", _write_gguf, _load_gguf),
     Subject("shards", _write_shards, _load_target),
+    Subject("MXFP4 experts", _write_experts, _load_target),
     Subject("EAGLE-3 head", *_beside_a_target(lambda folder, target: write_random_head(folder, target, 3), "EAGLE3")),
     Subject("EAGLE-2 head", *_beside_a_target(lambda folder, target: write_random_head(folder, target, 2), "EAGLE")),
     Subject("MTP layers", *_beside_a_target(write_mimo_layers, "MTP")),

@@ -72,13 +72,13 @@ def test_native_classes_compute_windows(name: str, tmp_path: Path) -> None:
 def test_a_type_in_which_texts_would_depend_on_the_batch_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_decoder("gpt2", tmp_path)
+    write_decoder("gpt2", tmp_path, dtype="bfloat16")
     monkeypatch.setattr(transformers_rows, "_ROW_WISE", transformers_rows._ROW_WISE - {"tanh"})
     with make_llm(tmp_path) as llm:
         assert not llm._executor.worker.model.is_row_wise
-    if kernels() is not None:
-        with pytest.raises(ConfigError, match=r"dtype=bfloat16: GPT2LMHeadModel .*; set dtype: float32"):
-            make_llm(tmp_path, dtype="bfloat16")
+    for dtype, shown in () if kernels() is None else (("bfloat16", "bfloat16"), ("auto", r"bfloat16 \(auto\)")):
+        with pytest.raises(ConfigError, match=rf"dtype={shown}: GPT2LMHeadModel .*; set dtype: float32"):
+            make_llm(tmp_path, dtype=dtype)
 
 
 @pytest.mark.parametrize("name", REFUSED)

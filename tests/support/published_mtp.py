@@ -3,6 +3,7 @@
 The names are those of the checkpoints, written out here once more, so that a wrong name in the package is noticed.
 """
 
+import re
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -50,6 +51,12 @@ FAMILIES: dict[str, Published] = {
     "glm4_moe_lite": _nextn("shared_head.norm", _COPIES, mlp_layer_types=["sparse"]),
     "glm_moe_dsa": _nextn("shared_head.norm", _COPIES, **_SPARSE),
     "deepseek_v32": _nextn("shared_head.norm", _COPIES, **_SPARSE),
+    "glm_ocr": Published(  # in an image model
+        "model.language_model.layers.#.",
+        tuple(f"model.language_model.layers.#.{part}" for part in ("enorm", "hnorm", "eh_proj", "shared_head.norm")),  # type: ignore[arg-type]
+        {},
+        copies=("model.language_model.layers.#.embed_tokens.weight",),
+    ),
     "hy_v3": _nextn("final_layernorm", (), mlp_layer_types=["sparse"]),
     "mimo_v2_flash": Published(
         "model.mtp.layers.*.",
@@ -76,6 +83,7 @@ FAMILIES: dict[str, Published] = {
     "qwen3_next": Published("mtp.layers.*.", _QWEN, _FULL | {"mlp_only_layers": []}),
     "qwen3_5": Published("mtp.layers.*.", _QWEN, {"layer_types": ["full_attention"]}),
     "qwen3_5_moe": Published("mtp.layers.*.", _QWEN, {"layer_types": ["full_attention"]}),
+    "qwen3_5-image": Published("mtp.layers.*.", _QWEN, {"layer_types": ["full_attention"]}),
 }
 
 
@@ -128,8 +136,8 @@ def write_published(name: str, folder: Path) -> tuple[PreTrainedModel, list[Refe
         layer.decoder.save_pretrained(folder / f"mtp-{number}")
         saved = load_file(folder / f"mtp-{number}" / "model.safetensors")
         for usual, tensor in saved.items():
-            if usual.startswith("model.layers.0."):
-                part, dot, rest = usual.removeprefix("model.layers.0.").partition(".")
+            if match := re.match(r"model\.(?:language_model\.)?layers\.0\.", usual):
+                part, dot, rest = usual[match.end() :].partition(".")
                 tensors[family.at(family.block, number, first) + family.renamed.get(part, part) + dot + rest] = tensor
         modules = layer.embed_norm, layer.state_norm, layer.project, layer.out_norm
         for part, module in zip(family.parts, modules, strict=True):

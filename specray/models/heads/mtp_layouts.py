@@ -5,8 +5,9 @@ The rows are those of published checkpoints, as vLLM, SGLang and transformers re
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Self
 
 from specray.errors import ConfigError
 
@@ -53,6 +54,12 @@ class Layout:
                 first, dot, rest = name.removeprefix(prefix).partition(".")
                 found[self.renamed.get(first, first) + dot + rest] = name
         return found
+
+    def within(self, prefix: str) -> Self:
+        """The layout of an image model, whose language model's tensors have `prefix` instead of "model."."""
+        names = ("layer", "embed_norm", "state_norm", "project", "out_norm", "output")
+        parts = {name: getattr(self, name) for name in names}
+        return replace(self, **{name: part and re.sub(r"^model\.", prefix, part) for name, part in parts.items()})
 
     def owns(self, name: str, number: int) -> bool:
         """Whether a tensor is of layer `number`."""
@@ -124,10 +131,14 @@ LAYOUTS: dict[str, Layout] = {
 }
 
 
+_PREFIXES = ("model.", "model.language_model.", "language_model.model.")  # of a language model, alone or in another
+
+
 def find_layout(names: Collection[str]) -> tuple[Layout, list[int]] | None:
     """The layout of the MTP layers among a checkpoint's tensors, and the layers' numbers; None if there are none."""
     names = frozenset(names)
-    found = [(layout, numbers) for layout in LAYOUTS.values() if (numbers := layout.numbers(names))]
+    layouts = [layout.within(prefix) for prefix in _PREFIXES for layout in LAYOUTS.values()]
+    found = [(layout, numbers) for layout in layouts if (numbers := layout.numbers(names))]
     whole = [(layout, numbers) for layout, numbers in found if _has_output_norms(layout, numbers, names)]
     return next(iter(whole or found), None)
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from itertools import pairwise
+from random import Random
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from specray.structured_output.compiler import GrammarCompiler
 from tests.support.gpt_oss import SPECIALS, harmony_tokenizer
 from tests.support.scripted_server import Serve, Server
 from tests.unit.server.in_process_clients import MODEL, answer_with, anthropic_client, openai_client
+from tests.unit.server.test_streams_equal import NUM_PAIRS, both_ways, check_choices, check_response
 
 TOKENIZER = harmony_tokenizer()
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -109,6 +111,36 @@ def test_arguments_that_a_limit_cut_do_not_look_complete() -> None:
     for is_cut in (False, True):
         [call] = parsed([CALL[:-2]], is_cut=is_cut).calls
         assert call.arguments == '{"city": "Paris' + ("" if is_cut else '"}')
+
+
+def test_any_tokens_give_the_same_message_streamed_and_whole(serve: Serve, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Marks in any order, pieces of outputs, and bytes that are no text."""
+    random = Random(1)
+    specials = tokenizer.convert_tokens_to_ids(list(SPECIALS))
+    outputs = [tokenizer.encode(case[0], add_special_tokens=False) for case in CASES if case[0]]
+
+    def piece() -> list[int]:
+        match random.randrange(4):
+            case 0:
+                return [random.choice(specials)]
+            case 1:
+                return random.choices(range(256), k=random.randint(1, 4))
+        output = random.choice(outputs)
+        start = random.randrange(len(output))
+        return output[start : start + random.randint(1, 40)]
+
+    async def scenario() -> None:
+        async with serve(longest=2048, disable_radix_cache=True) as server:
+            for _ in range(NUM_PAIRS // 10):
+                pieces = [piece() for _ in range(random.randint(1, 10))]
+                server.ranks.script = [*(token for each in pieces for token in each), tokenizer.eos_token_id]
+                common = {"seed": 1, "skip_special_tokens": random.random() < 0.5}
+                chat = {"messages": USER, "tools": TOOLS, "max_tokens": random.randint(1, 300), **common}
+                check_choices(*await both_ways(server, "/v1/chat/completions", chat))
+                tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
+                check_response(*await both_ways(server, "/v1/responses", {"input": "hi", "tools": tools, **common}))
+
+    asyncio.run(scenario())
 
 
 async def streamed(server: Server, **options: Any) -> tuple[Any, str]:

@@ -75,10 +75,11 @@ async def both_ways(server: Server, path: str, body: Json) -> tuple[Any, list[An
 def check_choices(whole: Any, events: list[Any]) -> None:
     for choice in whole["choices"]:
         parts = [part for event in events for part in event["choices"] if part["index"] == choice["index"]]
-        joined: Json = {"text": "", "logprobs": None, "calls": {}, "finish_reason": None}
+        joined: Json = {"text": "", "reasoning": "", "logprobs": None, "calls": {}, "finish_reason": None}
         for part in parts:
             delta = part.get("delta", {})
             joined["text"] += part.get("text", "") + (delta.get("content") or "")
+            joined["reasoning"] += delta.get("reasoning_content") or ""
             joined["finish_reason"] = part["finish_reason"] or joined["finish_reason"]
             for call in delta.get("tool_calls", []):
                 joined["calls"][call["index"]] = joined["calls"].get(call["index"], "") + call["function"]["arguments"]
@@ -88,6 +89,7 @@ def check_choices(whole: Any, events: list[Any]) -> None:
                 joined["logprobs"][name] = (before or []) + entries if isinstance(entries, list) else entries
         message = choice.get("message", {})
         assert joined["text"] == choice.get("text", message.get("content") or "")
+        assert joined["reasoning"] == (message.get("reasoning_content") or "")
         assert joined["finish_reason"] == choice["finish_reason"]
         assert [*joined["calls"].values()] == [call["function"]["arguments"] for call in message.get("tool_calls", [])]
         if any((joined["logprobs"] or {}).values()) or any((choice["logprobs"] or {}).values()):
