@@ -24,6 +24,8 @@ def num_positions(config: PretrainedConfig) -> int:
     """
     rope, stored = _rope(config), int(config.max_position_embeddings)
     kind, factor = rope.get("rope_type", "default"), rope.get("factor") or 1.0
+    if kind not in (*_KINDS, *ROPE_INIT_FUNCTIONS):
+        raise _unknown(kind)
     original = rope.get("original_max_position_embeddings") or stored
     for name, value in (("factor", factor), ("original_max_position_embeddings", original)):
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 2**31:
@@ -86,7 +88,7 @@ def _frequencies(config: PretrainedConfig, head_dim: int) -> tuple[Tensor, float
     rope = _rope(config)
     kind = rope.get("rope_type", "default")
     if kind not in _KINDS:
-        raise ConfigError(f"the checkpoint uses rope_type={kind!r}; supported are {', '.join(_KINDS)}")
+        raise _unknown(kind)
     theta = rope.get("rope_theta", 10000.0)
     if not isinstance(theta, int | float) or not 0.0 < theta < MAX_THETA:
         raise ConfigError(f"the checkpoint's rope_theta={theta!r} must be a number above 0; correct config.json")
@@ -98,3 +100,7 @@ def _frequencies(config: PretrainedConfig, head_dim: int) -> tuple[Tensor, float
         return frequencies.float(), float(scale)
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(f"the checkpoint's parameters of rope_type={kind} cannot be used: {error!r}") from error
+
+
+def _unknown(kind: object) -> ConfigError:
+    return ConfigError(f"the checkpoint uses rope_type={kind!r}; supported are {', '.join(_KINDS)}")

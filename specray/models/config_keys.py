@@ -168,9 +168,10 @@ def check_keys(path: Path, config: PretrainedConfig, honoured: Collection[str] =
     for name, neutral in {**common, **NOT_COMPUTED_BY.get(kind, {})}.items():
         _check(path, name, getattr(config, name, None), neutral)
     for name, (own, value) in REPEATED.items():
-        entries = getattr(config, name, None)
-        computed = [kind == value for kind in getattr(config, own, None) or ()]
-        if isinstance(entries, list) and [*map(bool, entries[: len(computed)])] != computed:
+        entries, kinds = getattr(config, name, None), getattr(config, own, None)
+        if not isinstance(entries, list) or not isinstance(kinds, list):
+            continue
+        if [*map(bool, entries[: len(kinds)])] != [entry == value for entry in kinds]:
             raise ConfigError(f"{path}: {name} and {own} do not describe the same layers; choose another model")
     if not honoured:
         _check_rotary_and_layers(path, config)

@@ -110,6 +110,11 @@ def _transformers_config(folder: Path) -> PretrainedConfig:
     config.allow_global_per_layer_attribute_access = True  # layers' own values are read by transformers' modules alone
     check_keys(folder / "config.json", config, honoured={*dir(type(config)), *type(config).attribute_map})
     config.is_native = False
+    if not hasattr(config, "num_attention_heads"):
+        raise ConfigError(
+            f"{folder}: model_type={config.model_type} has no attention: its layers keep a state for each request "
+            "instead of keys and values; served are models with both: choose another"
+        )
     _check_numbers(folder, config, _COMMON_SIZES, ())
     return cast("PretrainedConfig", config)
 

@@ -165,6 +165,12 @@ def build_skeleton(config: PretrainedConfig, dtype: torch.dtype) -> Any:
         with _BUILDING, torch.device("meta"), no_init_weights():
             model = _from_config(config, dtype)
     except KeyError as error:
+        if IMPLEMENTATION not in error.args:  # config.json names a function that transformers has not
+            name = next((key for key, value in vars(config).items() if value in error.args), "something")
+            raise ConfigError(
+                f"config.json of model_type={config.model_type} has {name}={error}, which transformers does not know; "
+                "correct it"
+            ) from error
         raise ConfigError(
             f"transformers' modules of model_type={config.model_type} do not call an attention function that can be "
             "replaced, so there are no KV blocks and no draft trees for them; choose another model"

@@ -25,8 +25,9 @@ from transformers import (
 )
 
 from specray.errors import ConfigError
+from specray.layers.parallel import RankGroup
 from specray.models.config_keys import NOT_COMPUTED, NOT_COMPUTED_BY, reads_partial_rotary_factor
-from specray.models.registry import context_length, is_native, load_config
+from specray.models.registry import context_length, is_native, load_config, shape_of
 from specray.models.target_matrices import TargetMatrices
 from specray.models.transformers_skeleton import build_skeleton, decoder_of
 from specray.sampling_params import SamplingParams
@@ -306,6 +307,35 @@ def test_the_partial_rotary_factor_is_honoured_where_transformers_modules_read_i
         text.multimodal_config = config
     module = inspect.getmodule(type(decoder_of(build_skeleton(text, torch.float32))))
     assert reads_partial_rotary_factor(text) == ("partial_rotary_factor" in inspect.getsource(module))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_act": "swoosh"}, "hidden_act='swoosh', which transformers does not know"),
+        ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, "rope_type='spiral'; supported are default"),
+        (
+            {"architectures": ["MambaForCausalLM"], "model_type": "mamba", "state_size": 8},
+            "model_type=mamba has no attention: its layers keep a state",
+        ),
+    ],
+)
+def test_what_nothing_computes_is_refused_before_weights_are_read(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    config = LlamaConfig(**SMALL_SIZES, architectures=["LlamaForCausalLM"]).to_dict()
+    if changes.get("model_type") == "mamba":
+        config = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(ConfigError, match=message):
+        read_all(tmp_path)
+
+
+def read_all(folder: Path) -> None:
+    """What is read before any weight."""
+    stored = load_config(folder)
+    context_length(stored, None)
+    shape_of(stored, RankGroup())
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt_oss", "a_model_of_next_year"])
