@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from specray.errors import ConfigError
 
@@ -59,7 +59,8 @@ class Layout:
         """The layout of an image model, whose language model's tensors have `prefix` instead of "model."."""
         names = ("layer", "embed_norm", "state_norm", "project", "out_norm", "output")
         parts = {name: getattr(self, name) for name in names}
-        return replace(self, **{name: part and re.sub(r"^model\.", prefix, part) for name, part in parts.items()})
+        moved: dict[str, Any] = {name: part and re.sub(r"^model\.", prefix, part) for name, part in parts.items()}
+        return replace(self, **moved)
 
     def owns(self, name: str, number: int) -> bool:
         """Whether a tensor is of layer `number`."""
