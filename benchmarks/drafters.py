@@ -1,4 +1,4 @@
-"""Figures of several drafters: the bandit against the better drafter of each kind, and the cost of a shadow.
+"""Figures of several drafters: merged trees and the bandit against the better one of each kind, and a shadow's cost.
 
 Prompts of all kinds come in turn, as in mixed traffic. Times are those of whole answers, prefill included.
 """
@@ -19,6 +19,7 @@ from specray.bench.report import ALL, speed_ratios
 from specray.bench.session import Session
 from specray.config import SpeculativeConfig
 
+MERGED, SOURCES = "eagle3-ngram", ("eagle3", "ngram")  # files in configs/
 BANDIT, ALONE, SOME_SHADOWED, ALL_SHADOWED = "bandit", "alone", "a quarter shadowed", "all shadowed"
 KINDS = {"copy": 6, "code": 6, "chat": 6}  # prompts of each
 SHARE, LARGER_SHARE = 0.05, 0.25  # the second is measured, because the cost of the first is less than the noise
@@ -32,6 +33,37 @@ def measure(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
     settings = Settings(1, effort.max_tokens, repeats=effort.rounds)
     yield from _bandit(session, prompts, Settings(1, effort.max_tokens, repeats=2 * effort.rounds))
     yield from _shadow(session, prompts, settings)
+
+
+def merged(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
+    """Merged trees and their sources alone, at T = 0 and 1, all with the server's budget."""
+    del wanted
+    session, prompts = _session(), _mixed(effort)
+    for name in (MERGED, *SOURCES):
+        session.define(name, served(name).model_copy(update={"budget": "auto"}))
+    parts = [prompt for _, prompt in prompts]
+    kinds = {kind: {n for n, (own, _) in enumerate(prompts) if own == kind} for kind, _ in prompts}
+    for temperature in (0.0, 1.0):
+        names, where = [MERGED, *SOURCES], f"T = {temperature:g}"
+        learning = Settings(1, effort.max_tokens, temperature, cache_salt=f"first-{temperature}")
+        session.compare(names, parts, learning, True, f"learning, {where}")
+        settings = Settings(1, effort.max_tokens, temperature, repeats=2 * effort.rounds)
+        records = session.compare(names, parts, settings, progress=True, title=f"merged trees, {where}")
+        for kind, numbers in {**kinds, "all kinds in turn": set(range(len(parts)))}.items():
+            seconds = {name: _seconds(records, name, numbers) for name in names}
+            better, goal = min(SOURCES, key=lambda name: seconds[name]), 1.0 if kind in kinds else 1.05
+            what = f"merged trees / {better}, the better source, {where}, {kind}"
+            yield Figure(what, seconds[better] / seconds[MERGED], goal)
+            for name in names:
+                length = _accept_length(records, name, numbers)
+                yield Figure(f"accept length, {name}, budget: auto, {where}, {kind}", length, None)
+
+
+def _accept_length(records: Sequence[Record], variant: str, chunks: set[int]) -> float:
+    """Tokens per verify step of a variant's answers to these prompts."""
+    runs = [record.run for record in records if record.variant == variant and record.key.chunk in chunks]
+    usages = [reply.usage for run in runs for reply in run.replies if reply.usage is not None]
+    return 1 + sum(usage.num_accepted for usage in usages) / sum(usage.num_verify_steps for usage in usages)
 
 
 def _bandit(session: Session, prompts: Sequence[tuple[str, Prompt]], settings: Settings) -> Iterator[Figure]:
@@ -109,4 +141,4 @@ def _seconds(records: Sequence[Record], variant: str, chunks: set[int] | None = 
     return sum(len(same) * median(same) for same in times.values())
 
 
-SECTIONS = (Section(("drafters",), measure),)
+SECTIONS = (Section(("drafters",), measure), Section(("merged",), merged))

@@ -176,9 +176,8 @@ class MergedDrafter:
 
     def _count_gain(self, proposal: Proposal, state: RequestState) -> None:
         if proposal.source == DRAFTER:
-            alone = merge(
-                [(proposal, self._rate_of(state, DRAFTER))], ROOT, len(proposal.evidence), len(proposal.evidence)
-            )
+            size = len(proposal.evidence)
+            alone = merge([(proposal, self._rate_of(state, DRAFTER))], ROOT, size, size)
             self._usual_gain += (sum(alone.scores) - 1 - self._usual_gain) / MEMORY_TREES
 
     def _learn(self, state: RequestState) -> None:

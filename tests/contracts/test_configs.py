@@ -89,7 +89,8 @@ def test_fr_spec_differs_from_eagle2_only_in_its_token_map() -> None:
 def test_eagle3_ngram_differs_from_eagle3_only_in_merging() -> None:
     alone, combined = (engine_of(ROOT / "configs" / f"{name}.yaml").speculative for name in ("eagle3", "eagle3-ngram"))
     assert combined.merged_draft_tokens is not None
-    assert alone == combined.model_copy(update={"merged_draft_tokens": None, "max_step_draft_tokens": 8})
+    sizes = {"merged_draft_tokens": None, "max_step_draft_tokens": 8, "num_draft_tokens": 8}
+    assert alone == combined.model_copy(update=sizes)
 
 
 @pytest.mark.parametrize("path", EMBEDDED, ids=lambda path: path.name)

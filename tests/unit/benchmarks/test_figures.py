@@ -80,6 +80,22 @@ def test_the_bandit_is_compared_with_the_better_drafter_of_each_kind(monkeypatch
     assert session.defined["alone"].shadow.drafter is None
 
 
+def test_merged_trees_are_compared_with_the_better_source_of_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    speeds = {"eagle3-ngram": 22.0, "eagle3": 20.0, "ngram": 10.0}
+    session = ScriptedSession(
+        lambda variant, _: speeds[variant], usage=lambda variant, _: RequestUsage(1, 0, 30, 10, 99, len(variant), 0)
+    )
+    monkeypatch.setattr(drafters, "_session", lambda: session)
+    monkeypatch.setattr(drafters, "served", eagle.served)
+    rows = list(drafters.merged(QUICK, {"merged"}))
+    assert len({row.what for row in rows}) == len(rows)
+    ratios, lengths = ([row for row in rows if row.what.startswith(start)] for start in ("merged", "accept"))
+    assert [row.measured for row in ratios] == pytest.approx([1.1] * len(ratios))
+    assert [row.bound for row in ratios[:4]] == [1.0, 1.0, 1.0, 1.05]
+    assert [row.measured for row in lengths[:3]] == pytest.approx([2.2, 1.6, 1.5])
+    assert {config.budget for config in session.defined.values()} == {"auto"}
+
+
 def test_wanted_rows_share_one_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
     session = eagle_session(monkeypatch)
     rows = measure({"eagle3-accept", "eagle3-speed", "frspec", "eagle2-accept"})
