@@ -18,6 +18,7 @@ from tests.support.stories import stories_tokenizer
 os.environ.update(RAY_OPTIONS | {"RAY_USAGE_STATS_ENABLED": "0"})  # as `specray serve` does
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 90.0
+NUM_GPUS = 2  # that Ray believes to be there; applications set `device: cpu`
 DRAIN_S = 600.0  # the default can cut streams on a busy machine: another engine starts beside them
 KEY, ADMIN_KEY = "k" * 40, "the-operators-key"
 LONG = {"prompt": "Once", "max_tokens": 1000, "ignore_eos": True, "temperature": 1.0, "seed": 1}
@@ -68,6 +69,7 @@ def ray_cluster() -> Iterator[int]:
     ray.init(
         address="local",
         num_cpus=2,
+        num_gpus=NUM_GPUS,
         include_dashboard=False,
         log_to_driver=False,
         object_store_memory=200 * 2**20,
