@@ -84,14 +84,15 @@ class DecodeGraphs:
         ]
 
     def bucket(self, batch: StepBatch, num_drafts: int) -> Bucket | None:
-        """The smallest bucket for a step, and for the drafts of each tree after it; None if it has no graph."""
+        """The smallest bucket for a step and, if there is one, for the drafts of each tree after it; None: no graph."""
         if not batch.only_decodes:
             return None
         self.fit_drafter()
         rows, nodes = len(batch.num_nodes), max(batch.num_nodes)
-        if self._drafter is not None:
-            nodes = max(nodes, min(1 + num_drafts, self._max_nodes))
         fitting = [bucket for bucket in self._buckets if bucket.rows >= rows and bucket.nodes >= nodes]
+        if self._drafter is not None:
+            most = min(1 + num_drafts, self._max_nodes)
+            fitting = [bucket for bucket in fitting if bucket.nodes >= most] or fitting
         return min(fitting, key=lambda bucket: (bucket.num_tokens, bucket.rows), default=None)
 
     def forward(self, batch: StepBatch, bucket: Bucket, returns_logits: bool) -> ForwardOutput:
