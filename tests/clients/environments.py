@@ -19,6 +19,7 @@ class Client(NamedTuple):
     name: str
     script: str
     command: str | None = None  # where npm puts a program that the script and the page's examples run, as a pattern
+    is_whole: bool = True  # False: only what the part of the package needs that is used, so pip's check would fail
 
     @property
     def is_node(self) -> bool:
@@ -49,6 +50,7 @@ CLIENTS = {
         Client("codex", "use_codex.py", "@openai/codex-*/vendor/*/bin/codex"),
         Client("opencode", "use_opencode.py", "opencode-*/bin/opencode"),
         Client("open-webui", "use_open_webui.py"),
+        Client("sglang", "use_sglang.py", is_whole=False),
     )
 }
 
@@ -76,7 +78,8 @@ def environment_of(client: Client, build: Path, say: Callable[[str], None]) -> E
 
 def _environment(client: Client, folder: Path) -> Environment:
     if client.command is None:
-        return Environment(folder, folder / ("node_modules/node/bin/node" if client.is_node else "bin/python"))
+        program = folder / ("node_modules/node/bin/node" if client.is_node else "bin/python")
+        return Environment(folder, program, program.parent)
     found = sorted(folder.glob(f"node_modules/{client.command}"))  # of the platform: npm chooses among its packages
     if not found:
         raise InstallError(f"npm installed no {client.command}; the client has no program for this platform")
@@ -87,7 +90,8 @@ def _install_python(client: Client, folder: Path) -> None:
     _run([sys.executable, "-m", "venv", str(folder)])
     pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
     _run([*pip, "install", "--no-deps", "--no-compile", "--requirement", str(client.requirements)])
-    _run([*pip, "check"])
+    if client.is_whole:
+        _run([*pip, "check"])
 
 
 def _install_node(client: Client, folder: Path) -> None:

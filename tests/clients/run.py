@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from specray.config import EMBEDDED_MODEL
+from specray.models.files import resolve_model
 from tests.clients.environments import Client, Environment
 
 PAGE = Path(__file__).parents[2] / "docs" / "clients.md"
@@ -35,6 +37,7 @@ class Report(NamedTuple):
 def use(client: Client, environment: Environment, url: str, key: str) -> Report:
     """Run everything that uses a client against the server at `url`."""
     variables = {"SPECRAY_URL": url, "SPECRAY_KEY": key, "OPENAI_API_KEY": key, "ANTHROPIC_API_KEY": key}
+    variables["SPECRAY_TOKENIZER"] = str(resolve_model(EMBEDDED_MODEL, None, "auto", progress=False))
     finished = _start(environment, client.path, variables)
     version, outcomes = parsed(finished.stdout)
     if finished.returncode:

@@ -102,7 +102,7 @@ def test_an_environment_is_kept_while_its_requirements_are_the_same(tmp_path: Pa
     folder.mkdir()
     (folder / INSTALLED).write_text(client.requirements.read_text(encoding="utf-8"), encoding="utf-8")
     found = environment_of(client, tmp_path, lambda text: pytest.fail(text))
-    assert found == Environment(folder, folder / "bin" / "python")
+    assert found == Environment(folder, folder / "bin" / "python", folder / "bin")
 
 
 def test_an_unknown_client_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

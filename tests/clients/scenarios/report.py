@@ -17,6 +17,7 @@ URL = os.environ.get("SPECRAY_URL", "http://127.0.0.1:8000")
 BASE_URL = f"{URL}/v1"
 KEY = os.environ.get("SPECRAY_KEY", "none")
 MODEL = "smollm2"
+TOKENIZER = os.environ.get("SPECRAY_TOKENIZER", MODEL)  # a folder: benchmarks count tokens
 WRONG_KEY = "sk-wrong"
 
 QUESTION = "What is the capital of France?"
