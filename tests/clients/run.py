@@ -38,6 +38,7 @@ def use(client: Client, environment: Environment, url: str, key: str) -> Report:
     """Run everything that uses a client against the server at `url`."""
     variables = {"SPECRAY_URL": url, "SPECRAY_KEY": key, "OPENAI_API_KEY": key, "ANTHROPIC_API_KEY": key}
     variables["SPECRAY_TOKENIZER"] = str(resolve_model(EMBEDDED_MODEL, None, "auto", progress=False))
+    variables["HF_HUB_OFFLINE"] = "1"  # without it, benchmarks look for the folder's name on the hub, with retries
     finished = _start(environment, client.path, variables)
     version, outcomes = parsed(finished.stdout)
     if finished.returncode:
