@@ -17,7 +17,15 @@ from specray.errors import ConfigError
 from specray.layers.parallel import RankGroup
 from specray.models.registry import load_model
 from specray.models.target_model import TargetModel
-from tests.support.decoders import QUICK, SERVED, decoder_config, logits_in_chunks, logits_of, write_decoder
+from tests.support.decoders import (
+    IMAGE_MODELS,
+    QUICK,
+    SERVED,
+    decoder_config,
+    logits_in_chunks,
+    logits_of,
+    write_decoder,
+)
 
 TOKENS = [0, *(7 * place % 64 for place in range(30))]
 _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
@@ -35,6 +43,9 @@ _SIZES = {
     *(
         "prefix_dense_intermediate_size",
         "shared_experts_intermediate_size",
+        "dense_intermediate_size",
+        "share_expert_dim",
+        "num_sliding_attention_heads",
         "max_position_embeddings",
         "original_max_position_embeddings",
     ),
@@ -59,9 +70,11 @@ _ELSEWHERE = {
     *("prefix_dense_sliding_window_pattern", "attention_chunk_size", "index_topk", "use_bidirectional_attention"),
     *("moe_layer_end_index", "moe_layer_interval", "altup_active_idx", "topk_method", "expert_selection_fn"),
     *("shared_expert_combination_strategy", "enable_moe_block", "attention_k_eq_v", "max_window_layers"),
-    *("use_sliding_window", "moe_apply_router_weight_on_input"),
+    *("use_sliding_window", "moe_apply_router_weight_on_input", "layer_rope_theta", "swiglu_limits"),
+    *("swiglu_limits_shared", "index_block_size", "index_topk_blocks", "index_local_blocks"),
 }
 _OTHER: dict[str, Any] = {
+    "rotary_dim": 8,
     "decoder_sparse_step": 2,
     "mlp_only_layers": [0],
     "sliding_window": 9,
@@ -90,13 +103,25 @@ _REFUSED = {
     "phimoe": ("sliding_window", "has a sliding window that its modules do not pass to attention"),
     "deepseek_v2": ("attention_bias", "norm_topk_prob", "attention_bias=True changes what"),
     "deepseek_v3": ("attention_bias", "attention_bias=True changes what"),
-    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid"), ("hidden_act", "computed with silu only")),
+    "kimi_k25": ("attention_bias", "attention_bias=True changes what"),
+    **dict.fromkeys(
+        ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5-image", "olmo_hybrid"),
+        ("hidden_act", "computed with silu only"),
+    ),
 }
 
 
-def changes_of(config: PretrainedConfig) -> dict[str, Any]:
-    """Another value for every key that changes the arithmetic of a configuration."""
-    common = {field.name for field in fields(PretrainedConfig)} - {"tie_word_embeddings"}
+def changes_of(whole: PretrainedConfig) -> dict[str, Any]:
+    """Another value for every key that changes the arithmetic of a configuration, of an image model's language model.
+
+    Whether its embedding is the output matrix is a key of the whole.
+    """
+    config: Any = whole.get_text_config(decoder=True)
+    common = {field.name for field in fields(PretrainedConfig)}
+    if config is whole:
+        common -= {"tie_word_embeddings"}
+    else:
+        common |= {"tie_word_embeddings"}
     unchanged = common | _SIZES | _HARMLESS | _ELSEWHERE
     values = {field.name: config.__dict__.get(field.name) for field in fields(type(config))}
     return {key: _other(key, value) for key, value in values.items() if key not in unchanged}
@@ -118,7 +143,7 @@ def _other(key: str, value: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in SERVED]
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in SERVED | IMAGE_MODELS]
 )
 def test_all_keys_of_a_configuration_have_their_effect(name: str, tmp_path: Path) -> None:
     changes = changes_of(decoder_config(name))
@@ -142,5 +167,5 @@ def load(folder: Path) -> TargetModel:
 
 def test_each_key_of_every_decoders_configuration_is_known() -> None:
     """`changes_of` names one that it does not know."""
-    changed = {key for name in SERVED for key in changes_of(decoder_config(name))}
+    changed = {key for name in SERVED | IMAGE_MODELS for key in changes_of(decoder_config(name))}
     assert _OTHER.keys() <= changed
