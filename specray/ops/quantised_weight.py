@@ -1,7 +1,7 @@
 """Weights as quantised checkpoints store them: w = scale * (code - zero), in 8 or 4 bits.
 
-They stay so in memory, and kernels decode them in registers. Activations are not rounded, unlike those that are
-multiplied with a GroupedWeight.
+They stay so in memory, and kernels decode them in registers. In models of 16 bits, the CPU kernels round activations to
+16 bits in groups of 32; otherwise these are not rounded, unlike those that are multiplied with a GroupedWeight.
 """
 
 import math
@@ -43,6 +43,7 @@ class QuantisedWeight:
     codes: Tensor  # uint8 [outs, ins]; of 4 bits [outs, ceil(ins / 2)], of two inputs the first in the low bits
     scales: Tensor  # float32, float16 or bfloat16 [outs, groups], or uint8: 2^(scale - 127)
     zeros: Tensor | None = None  # uint8 [outs, groups]; None: `code.zero`
+    dtype: torch.dtype = torch.float32  # that the model computes in
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -98,11 +99,11 @@ class QuantisedWeight:
         codes = self.codes[:, start // per_byte : -(-(start + count) // per_byte)]
         return replace(weight, ins=count, codes=codes)
 
-    def to(self, device: torch.device) -> "QuantisedWeight":
-        """The weight with contiguous parts on `device`."""
+    def to(self, device: torch.device, dtype: torch.dtype | None = None) -> "QuantisedWeight":
+        """The weight with contiguous parts on `device`, of a model that computes in `dtype`."""
         zeros = None if self.zeros is None else self.zeros.to(device).contiguous()
         codes, scales = self.codes.to(device).contiguous(), self.scales.to(device).contiguous()
-        return replace(self, codes=codes, scales=scales, zeros=zeros)
+        return replace(self, codes=codes, scales=scales, zeros=zeros, dtype=dtype or self.dtype)
 
     def grouped(self) -> GroupedWeight | None:
         """The weight for kernels that round activations; None if it has other groups or is no integer."""

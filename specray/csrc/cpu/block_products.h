@@ -21,11 +21,11 @@ constexpr int MAX_QUANTISED = 4, MAX_FLOATS = 6, MAX_CODED = 4, MAX_PAIRS = 6;
 constexpr int most_quantised(int numbers) { return MULTIPLIES_WORDS ? MAX_QUANTISED : MAX_QUANTISED / numbers; }
 
 // Rows that `tile_of` multiplies at a time.
-inline int most_rows(int kind) {
-  if (kind == BFLOAT16) return MAX_PAIRS;
-  if (is_coded(kind)) return MAX_CODED;
-  if (!is_quantised(kind)) return MAX_FLOATS;
-  return most_quantised(form_of(kind) == Form::FINE_BYTES ? 2 : 1);
+inline int most_rows(const Matrix& matrix) {
+  if (matrix.kind == BFLOAT16) return MAX_PAIRS;
+  if (is_coded(matrix.kind)) return MAX_CODED;
+  if (!is_quantised(matrix.kind)) return MAX_FLOATS;
+  return most_quantised(form_of(matrix) == Form::FINE_BYTES ? 2 : 1);
 }
 
 typedef float Tile[TILE_ROWS > MAX_PAIRS ? TILE_ROWS : MAX_PAIRS][LANES];
@@ -168,22 +168,22 @@ class WordDots {
   }
 
   inline void multiply(int group, int offset, const uint8_t* ints, Fetch& fetch) {
-    __m256i dots[R][N];
+    Ints dots[R][N];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
-      for (int n = 0; n < N; ++n) dots[r][n] = _mm256_set1_epi32(offset * totals_[r][group]);
+      for (int n = 0; n < N; ++n) dots[r][n] = splat(offset * totals_[r][group]);
 #pragma GCC unroll 1
     for (int i = 0; i < Format::SIZE; i += 4) {
       fetch.advance(LINE);
 #pragma GCC unroll 2
       for (int second = 0; second < 4; second += 2, ints += 2 * LANES) {
-        __m256i w[N];
+        Ints w[N];
 #pragma GCC unroll 2
-        for (int n = 0; n < N; ++n) w[n] = _mm256_cvtepu8_epi16(load<__m128i>(ints + 2 * WIDTH * n));
+        for (int n = 0; n < N; ++n) w[n] = Ints(_mm256_cvtepu8_epi16(load<__m128i>(ints + 2 * WIDTH * n)));
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-          const __m256i two = _mm256_set1_epi32(load<int32_t>(x_[r] + group * Format::SIZE + i + second));
+          const Ints two = splat(load<int32_t>(x_[r] + group * Format::SIZE + i + second));
 #pragma GCC unroll 2
           for (int n = 0; n < N; ++n) add_words(dots[r][n], w[n], two);
         }
@@ -195,12 +195,12 @@ class WordDots {
       for (int n = 0; n < N; ++n) dots_[r][n] = dots[r][n];
   }
 
-  inline Floats result(int r, int n) const { return to_floats(Ints(dots_[r][n])); }
+  inline Floats result(int r, int n) const { return to_floats(dots_[r][n]); }
 
  private:
   const int16_t* x_[R];
   const int32_t* totals_[R];
-  __m256i dots_[R][N];
+  Ints dots_[R][N];
 };
 
 template <int R, class Format>
@@ -242,138 +242,182 @@ inline void quantised_tile(
 
 // ---- coded weights ------------------------------------------------------------------------------------------------
 
-typedef uint8_t Codes __attribute__((vector_size(LANES)));
-
-// Words of 32 bits of LANES codes, in the order of the channels (see `place_of`): each code beside `high` 16 bits, or a
-// number e4m3 in the place of sign, exponent and first bits of a float.
-#if defined(SPECRAY_AVX512)
-inline void integer_words(Codes codes, int16_t high, Floats* to) {
-  const __m512i wide = _mm512_cvtepu8_epi16(__m256i(codes)), more = _mm512_set1_epi16(high);
-  to[0] = bits_of<Floats>(_mm512_unpacklo_epi16(wide, more));
-  to[1] = bits_of<Floats>(_mm512_unpackhi_epi16(wide, more));
-}
-inline void e4m3_words(Codes codes, Floats* to) {
-  const __m512i wide = _mm512_slli_epi16(_mm512_cvtepi8_epi16(__m256i(codes)), 4);
-  const __m512i high = _mm512_and_si512(wide, _mm512_set1_epi16(int16_t(0x87F0))), low = _mm512_setzero_si512();
-  to[0] = bits_of<Floats>(_mm512_unpacklo_epi16(low, high));
-  to[1] = bits_of<Floats>(_mm512_unpackhi_epi16(low, high));
-}
-#elif defined(SPECRAY_WORDS)
-inline void integer_words(Codes codes, int16_t high, Floats* to) {
-  const __m256i wide = _mm256_cvtepu8_epi16(__m128i(codes)), more = _mm256_set1_epi16(high);
-  to[0] = bits_of<Floats>(_mm256_unpacklo_epi16(wide, more));
-  to[1] = bits_of<Floats>(_mm256_unpackhi_epi16(wide, more));
-}
-inline void e4m3_words(Codes codes, Floats* to) {
-  const __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(__m128i(codes)), 4);
-  const __m256i high = _mm256_and_si256(wide, _mm256_set1_epi16(int16_t(0x87F0))), low = _mm256_setzero_si256();
-  to[0] = bits_of<Floats>(_mm256_unpacklo_epi16(low, high));
-  to[1] = bits_of<Floats>(_mm256_unpackhi_epi16(low, high));
-}
-#else
-inline void integer_words(Codes codes, int16_t high, Floats* to) {
-  for (int i = 0; i < LANES; ++i) to[i / WIDTH][i % WIDTH] = bits_of<float>(uint32_t(high) << 16 | codes[i]);
-}
-inline void e4m3_words(Codes codes, Floats* to) {
-  for (int i = 0; i < LANES; ++i)
-    to[i / WIDTH][i % WIDTH] = bits_of<float>(uint32_t(int32_t(int8_t(codes[i])) << 20) & 0x87F00000u);
-}
-#endif
+typedef uint8_t Nibbles __attribute__((vector_size(4 * WIDTH)));
 
 // The numbers e2m1 that codes below 16 stand for, doubled and plus 12.
-inline Codes e2m1_integers(Codes codes) {
+inline Nibbles e2m1_integers(Nibbles codes) {
   alignas(16) static constexpr uint8_t VALUES[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 #if defined(SPECRAY_AVX512)
-  return Codes(_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load<__m128i>(VALUES)), __m256i(codes)));
+  return Nibbles(_mm512_shuffle_epi8(_mm512_broadcast_i32x4(load<__m128i>(VALUES)), __m512i(codes)));
 #elif defined(SPECRAY_WORDS)
-  return Codes(_mm_shuffle_epi8(load<__m128i>(VALUES), __m128i(codes)));
+  return Nibbles(_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load<__m128i>(VALUES)), __m256i(codes)));
 #else
-  Codes found;
-  for (int lane = 0; lane < LANES; ++lane) found[lane] = VALUES[codes[lane]];
+  Nibbles found;
+  for (int i = 0; i < 4 * WIDTH; ++i) found[i] = VALUES[codes[i]];
   return found;
 #endif
 }
 
-// How LANES bytes become floats: a weight is scale * FACTOR * (number - zero - OFFSET); see `Kind`.
+// How the codes of WIDTH channels become numbers: a weight is scale * FACTOR * (number - zero); see `Kind`. A channel has
+// 32 bits of eight inputs, or 16 bits of two.
 template <int KIND>
 struct Decoder {
-  static constexpr bool IS_INTEGER = KIND != E4M3;
-  static constexpr int INPUTS = KIND == E2M1 || KIND == INT4 || KIND == INT4_ZEROS ? 2 : 1;  // of a byte
-  // The exponents of e4m3 are smaller by 120 than a float's. The last bit of floats from 2^23 on is worth 1.
-  static constexpr float FACTOR = KIND == E4M3 ? 0x1p120f : KIND == E2M1 ? 0.5f : 1.0f;
-  static constexpr float OFFSET = IS_INTEGER ? 0x1p23f : 0.0f;
-  static constexpr float ZERO = KIND == INT8 ? 128.0f : KIND == INT4 ? 8.0f : KIND == E2M1 ? 12.0f : 0.0f;
+  static constexpr bool IS_INTEGER = KIND != E4M3, IS_SMALL = KIND == E2M1 || KIND == INT4 || KIND == INT4_ZEROS;
+  static constexpr int PAIRS = IS_SMALL ? 4 : 1;  // of inputs
+  static constexpr int BYTES = IS_SMALL ? 4 * WIDTH : 2 * WIDTH;
+  static constexpr float FACTOR = KIND == E4M3 ? 0x1p120f : KIND == E2M1 ? 0.5f : 1.0f;  // floats' exponents are larger
+  static constexpr int ZERO = KIND == INT8 ? 128 : KIND == INT4 ? 8 : KIND == E2M1 ? 12 : 0;
 
-  static inline void decode(Codes codes, Floats (*to)[N]) {
-    if constexpr (INPUTS == 2) {
-      number(codes & 15, to[0]);
-      number(codes >> 4, to[1]);
-    } else {
-      number(codes, to[0]);
+  explicit Decoder(const uint8_t* codes) {
+    typedef std::conditional_t<IS_INTEGER, uint8_t, int8_t> Byte;
+    codes_ = IS_SMALL ? load<Halves>(codes) : load_halves(reinterpret_cast<const Byte*>(codes));
+  }
+
+  // Numbers of 16 bits of a pair of inputs.
+  inline Halves pair(int number) const {
+    if constexpr (KIND == E2M1) {
+      const Nibbles bytes = bits_of<Nibbles>(codes_), four = number % 2 ? bytes >> 4 : bytes & 15;
+      const Halves both = bits_of<Halves>(e2m1_integers(four));
+      return number / 2 ? both >> 8 : both & 255;
+    }
+    if constexpr (IS_SMALL) return number == 3 ? codes_ >> 12 : codes_ >> 4 * number & 15;
+    if constexpr (!IS_INTEGER) return codes_ << 4 & 0x87F0;  // sign, exponent and first bits of a float
+    return codes_;
+  }
+
+  // The first or second input of a pair as a float.
+  static inline Floats number(Halves pair, bool is_second) {
+    const Words both = bits_of<Words>(pair);
+    if constexpr (!IS_INTEGER) return bits_of<Floats>(is_second ? both & 0xFFFF0000u : both << 16);
+    // The last bit of floats from 2^23 on is worth 1.
+    return bits_of<Floats>((is_second ? both >> 16 : both & 0xFFFFu) | 0x4B000000u) - 0x1p23f;
+  }
+
+ private:
+  Halves codes_;
+};
+
+// Of a group of LANES channels.
+template <int KIND>
+struct CodedGroup {
+  Floats scale[N];
+  Ints zero[N];
+
+  CodedGroup(const Matrix& matrix, const uint8_t* block, int group) {
+    for (int n = 0; n < N; ++n) {
+      const int64_t place = int64_t(group) * LANES + n * WIDTH;
+      scale[n] = scales(matrix.scale_type, block, place) * Decoder<KIND>::FACTOR;
+      zero[n] = splat(int32_t(Decoder<KIND>::ZERO));
+      if (has_zeros(KIND)) zero[n] = load_ints(block + first_zero(matrix) + place);
     }
   }
 
  private:
-  static inline void number(Codes codes, Floats* to) {
-    if constexpr (KIND == E4M3) {
-      e4m3_words(codes, to);
-    } else {
-      integer_words(KIND == E2M1 ? e2m1_integers(codes) : codes, 0x4B00, to);
-    }
+  static inline Floats scales(int type, const uint8_t* block, int64_t place) {
+    if (type == FLOAT32) return load_floats(reinterpret_cast<const float*>(block) + place);
+    if (type == BFLOAT16) return load_floats(reinterpret_cast<const bfloat16*>(block) + place);
+    if (type == FLOAT16) return load_floats(reinterpret_cast<const float16*>(block) + place);
+    const Ints exponents = load_ints(block + place), smallest = splat(0x00400000);  // 2^-127 is no normal number
+    return bits_of<Floats>(exponents == 0 ? smallest : exponents << 23);
   }
 };
-
-// The scales of LANES channels in a group.
-inline void read_scales(const uint8_t* block, int type, int group, Floats* to) {
-  for (int n = 0; n < N; ++n) {
-    const int64_t place = int64_t(group) * LANES + n * WIDTH;
-    if (type == FLOAT32) to[n] = load_floats(reinterpret_cast<const float*>(block) + place);
-    if (type == BFLOAT16) to[n] = load_floats(reinterpret_cast<const bfloat16*>(block) + place);
-    if (type == FLOAT16) to[n] = load_floats(reinterpret_cast<const float16*>(block) + place);
-    if (type == E8M0)  // 2^-127 is no normal number
-      for (int i = 0; i < WIDTH; ++i) {
-        const uint32_t byte = block[place + i];
-        to[n][i] = bits_of<float>(byte ? byte << 23 : 0x00400000u);
-      }
-  }
-}
 
 // R rows from `first` with one block of coded weights. Their sums have the bits of `dense_tile`'s with the same weights.
 template <int R, int KIND>
 inline void coded_tile(const Matrix& matrix, const uint8_t* block, const Rows& rows, int first, Fetch fetch, Tile& out) {
   typedef Decoder<KIND> Decode;
-  constexpr int LOADS = LINE / LANES;  // of a cache line
-  const uint8_t *zeros = block + first_zero(matrix), *codes = block + first_weight(matrix);
+  constexpr int STEP = N * Decode::BYTES, STEPS = STEP < LINE ? LINE / STEP : 1, INPUTS = 2 * Decode::PAIRS;
+  const uint8_t* codes = block + first_weight(matrix);
   const float* x[R];
   for (int r = 0; r < R; ++r) x[r] = rows.floats(first + r);
   Floats sums[R][N] = {};
-  for (int begin = 0, group = 0; begin < matrix.ins; begin += matrix.group, ++group) {
-    Floats scale[N], zero[N];
-    read_scales(block, matrix.scale_type, group, scale);
-    for (int n = 0; n < N; ++n) {
-      typedef uint8_t Small __attribute__((vector_size(WIDTH)));
-      scale[n] *= Decode::FACTOR;
-      zero[n] = splat(Decode::ZERO + Decode::OFFSET);
-      if (has_zeros(KIND)) zero[n] += to_floats(__builtin_convertvector(load<Small>(zeros + group * LANES + n * WIDTH), Ints));
-    }
+  for (int begin = 0, number = 0; begin < matrix.ins; begin += matrix.group, ++number) {
+    const CodedGroup<KIND> group(matrix, block, number);
+    Floats zero[N];
+    for (int n = 0; n < N; ++n) zero[n] = to_floats(group.zero[n]);
     const int end = std::min(matrix.ins, begin + matrix.group);
-    for (int i = begin; i < end; i += LOADS * Decode::INPUTS) {
-#pragma GCC unroll 4
-      for (int k = 0; k < LOADS; ++k, codes += LANES) {
-        Floats w[Decode::INPUTS][N];
-        Decode::decode(load<Codes>(codes), w);
+    for (int i = begin; i < end; i += STEPS * INPUTS) {
 #pragma GCC unroll 2
-        for (int j = 0; j < Decode::INPUTS; ++j) {
+      for (int step = 0; step < STEPS; ++step, codes += STEP) {
+#pragma GCC unroll 8
+        for (int input = 0; input < INPUTS; ++input) {
+          Floats w[N];
 #pragma GCC unroll 4
-          for (int n = 0; n < N; ++n) w[j][n] = (Decode::IS_INTEGER ? w[j][n] - zero[n] : w[j][n]) * scale[n];
+          for (int n = 0; n < N; ++n) {
+            w[n] = Decode::number(Decode(codes + n * Decode::BYTES).pair(input / 2), input % 2);
+            w[n] = (Decode::IS_INTEGER ? w[n] - zero[n] : w[n]) * group.scale[n];
+          }
 #pragma GCC unroll 8
           for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
-            for (int n = 0; n < N; ++n) sums[r][n] += w[j][n] * x[r][i + k * Decode::INPUTS + j];
+            for (int n = 0; n < N; ++n) sums[r][n] += w[n] * x[r][i + step * INPUTS + input];
           }
         }
       }
-      fetch.advance(LINE);
+      fetch.advance(STEPS * STEP);
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int n = 0; n < N; ++n) store(out[r] + n * WIDTH, sums[r][n]);
+}
+
+// The products of R rows, rounded to 16 bits, with GROUP inputs of coded integers, added to `dots`.
+template <int R, int KIND>
+[[gnu::always_inline]] inline void add_group(
+    const int16_t* const (&x)[R], int first, const uint8_t*& codes, Fetch& fetch, Ints (&dots)[R][N]) {
+  typedef Decoder<KIND> Decode;
+  constexpr int STEP = N * Decode::BYTES, INPUTS = 2 * Decode::PAIRS;
+  Ints sums[R][N];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) sums[r][n] = dots[r][n];
+#pragma GCC unroll 16
+  for (int i = 0; i < GROUP; i += INPUTS, codes += STEP) {
+    fetch.advance(STEP);
+#pragma GCC unroll 4
+    for (int pair = 0; pair < Decode::PAIRS; ++pair) {
+      Ints w[N];
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) w[n] = bits_of<Ints>(Decode(codes + n * Decode::BYTES).pair(pair));
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const Ints two = splat(load<int32_t>(x[r] + first + i + 2 * pair));
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) add_words(sums[r][n], w[n], two);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) dots[r][n] = sums[r][n];
+}
+
+// `coded_tile` with rows that are rounded to 16 bits. Groups of weights have a multiple of GROUP inputs, or are one group.
+template <int R, int KIND>
+inline void rounded_tile(
+    const Matrix& matrix, const uint8_t* block, const Rows& rows, int first, Fetch fetch, Tile& out) {
+  const uint8_t* codes = block + first_weight(matrix);
+  const int16_t* x[R];
+  const int32_t* totals[R];
+  const float* x_scales[R];
+  for (int r = 0; r < R; ++r) {
+    x[r] = rows.words(first + r);
+    totals[r] = rows.totals(first + r, GROUP, 0);
+    x_scales[r] = rows.scales(first + r);
+  }
+  Floats sums[R][N] = {};
+  for (int begin = 0, number = 0; begin < matrix.ins; begin += matrix.group, ++number) {
+    const CodedGroup<KIND> group(matrix, block, number);
+    const int end = std::min(matrix.ins, begin + matrix.group);
+    for (int i = begin; i < end; i += GROUP) {
+      Ints dots[R][N];
+      for (int r = 0; r < R; ++r)
+        for (int n = 0; n < N; ++n) dots[r][n] = group.zero[n] * -totals[r][i / GROUP];
+      add_group<R, KIND>(x, i, codes, fetch, dots);
+      for (int r = 0; r < R; ++r)
+        for (int n = 0; n < N; ++n) sums[r][n] += to_floats(dots[r][n]) * (group.scale[n] * x_scales[r][i / GROUP]);
     }
   }
   for (int r = 0; r < R; ++r)
@@ -416,6 +460,8 @@ inline void tile_of(
   if (is_coded(matrix.kind)) {
     return with_code(matrix.kind, [&](auto kind) {
       with_rows<MAX_CODED>(count, [&](auto num_rows) {
+        if (kind.value != E4M3 && matrix.rounds_rows)
+          return rounded_tile<num_rows.value, kind.value>(matrix, block, rows, first, fetch, out);
         coded_tile<num_rows.value, kind.value>(matrix, block, rows, first, fetch, out);
       });
     });

@@ -19,7 +19,7 @@ class Extension {
       : network_(network), step_(step), ids_(ids), states_(states), type_(type), size_(network.sizes.hidden),
         is_projected_(network.project.data != nullptr),
         stack_(network.layers, network.num_layers, network.sizes, int(step.count)),
-        to_project_(form_of(network.project.kind), is_projected_ ? int(step.count) : 0, network.project.ins),
+        to_project_(form_of(network.project), is_projected_ ? int(step.count) : 0, network.project.ins),
         x_(step.count * 2 * size_), streams_(step.count * size_) {}
 
   // Phases of a run.
@@ -62,7 +62,7 @@ class Fusion {
 
   Fusion(const DraftNetwork& network, int64_t rows, std::vector<int64_t> places)
       : network_(network), places_(std::move(places)), count_(int(places_.size())),
-        rows_(form_of(network.fuse.kind), count_, network.fuse.ins), states_(rows * network.sizes.hidden) {
+        rows_(form_of(network.fuse), count_, network.fuse.ins), states_(rows * network.sizes.hidden) {
     if (!network.mask_state) return;
     for (int64_t r = 0; r < rows; ++r)
       std::copy_n(network.mask_state, network.sizes.hidden, states_.data() + r * network.sizes.hidden);

@@ -82,7 +82,7 @@ void specray_pack_coded(
 void specray_linear(
     const Matrix* matrix, const void* x, int32_t x_type, int64_t count, void* y, int32_t y_type, int32_t columns,
     int32_t num_threads) {
-  Rows rows(form_of(matrix->kind), int(count), matrix->ins);
+  Rows rows(form_of(*matrix), int(count), matrix->ins);
   run_on_team(num_threads, 2, [&](Member& member) {
     std::vector<float> row(matrix->ins);
     member.share(int(count), [&](int r) {
@@ -118,7 +118,7 @@ void specray_largest(
 void specray_gated(
     const Matrix* matrix, const void* x, int32_t x_type, int64_t count, void* y, int32_t y_type, int32_t columns,
     int32_t num_threads) {
-  Rows rows(form_of(matrix->kind), int(count), matrix->ins);
+  Rows rows(form_of(*matrix), int(count), matrix->ins);
   run_on_team(num_threads, 2, [&](Member& member) {
     std::vector<float> row(matrix->ins);
     member.share(int(count), [&](int r) {

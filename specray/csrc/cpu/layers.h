@@ -88,7 +88,7 @@ class Prepared {
   explicit Prepared(int count) : count_(count) {}
 
   Rows& rows(const Matrix& matrix) {
-    const Form form = form_of(matrix.kind);
+    const Form form = form_of(matrix);
     auto& rows = known_[{form, matrix.ins}];
     if (!rows) rows = std::make_unique<Rows>(form, count_, matrix.ins);
     return *rows;
@@ -247,7 +247,7 @@ class ForwardPass {
       : model_(model), sizes_(sizes), step_(step), pass_(pass), capture_(capture),
         stack_(layers, num_layers, sizes, int(step.count)),
         is_screened_(pass.largest && model.screen.is_for(pass.num_places)),
-        to_output_(form_of(model.output.kind), is_screened_ ? 0 : pass.num_places, sizes.hidden),
+        to_output_(form_of(model.output), is_screened_ ? 0 : pass.num_places, sizes.hidden),
         screened_(model_.output, model_.screen, is_screened_ ? pass.num_places : 0),
         found_(pass.largest ? pass.num_places : 0, model.num_columns, std::max(1, num_threads)) {
     if (pass.verification) verifier_.emplace(*pass.verification);

@@ -8,7 +8,9 @@
 // alone would lose more than the weights do. With AVX2 they are numbers of 16 bits there.
 //
 // Coded weights are those of quantised checkpoints as they are stored, w = scale * (code - zero), for groups of inputs.
-// They become float32 in registers, where they are multiplied like weights of float32: nothing is rounded.
+// They become float32 in registers, where they are multiplied like weights of float32: nothing is rounded. In a model of
+// 16 bits, integers are multiplied with activations that are rounded to 16 bits in groups of 32, and products are summed
+// exactly.
 #pragma once
 
 #include "rows.h"
@@ -45,6 +47,7 @@ struct Matrix {
   int32_t zero;  // of quantised weights; 0 if they have lows
   int32_t group;       // inputs that share a scale of coded weights, a multiple of 16 unless there is one group
   int32_t scale_type;  // of coded weights
+  int32_t rounds_rows;  // whether activations of coded weights are rounded to 16 bits
   const uint8_t* data;
   const float* bias;  // [outs], or null
 };
@@ -110,31 +113,19 @@ inline bool has_zeros(int kind) { return kind == INT8_ZEROS || kind == INT4_ZERO
 inline bool has_four_bits(int kind) { return kind == E2M1 || kind == INT4 || kind == INT4_ZEROS; }
 
 // The form of activations that a matrix reads.
-inline Form form_of(int kind) {
+inline Form form_of(const Matrix& matrix) {
+  const int kind = matrix.kind;
   if (is_quantised(kind) && kind < Q8) return Form::BYTES;
   if (is_quantised(kind)) return MULTIPLIES_WORDS ? Form::WORDS : kind == Q8_ROUGH ? Form::BYTES : Form::FINE_BYTES;
   if (kind == BFLOAT16) return MULTIPLIES_PAIRS ? Form::PAIRS : Form::ROUNDED;
-  return Form::FLOATS;
-}
-
-// A block of coded weights has the scales of its groups, then their zeros, then the codes, LANES of an input together.
-// Codes of 4 bits are in pairs of inputs, the first in the low bits.
-constexpr int CODED_INPUTS = 16;  // to a multiple of which codes are padded
-
-// Where the codes of a channel are among those of LANES: widening them to 32 bits by vectors brings them into order.
-inline int place_of(int lane) {
-#if defined(SPECRAY_AVX512) || defined(SPECRAY_WORDS)
-  return lane % WIDTH / 4 * 8 + lane / WIDTH * 4 + lane % 4;
-#else
-  return lane;
-#endif
+  return matrix.rounds_rows ? Form::WORDS : Form::FLOATS;
 }
 
 inline int num_groups(const Matrix& matrix) { return (matrix.ins + matrix.group - 1) / matrix.group; }
 inline int64_t whole_lines(int64_t bytes) { return (bytes + LINE - 1) / LINE * LINE; }
 inline int scale_size(int type) { return type == FLOAT32 ? 4 : type == E8M0 ? 1 : 2; }
 
-// Where a block's zeros begin, if it has any.
+// Where a block of coded weights has its zeros, if it has any: behind the scales of its groups.
 inline int64_t first_zero(const Matrix& matrix) {
   return int64_t(num_groups(matrix)) * LANES * scale_size(matrix.scale_type);
 }
@@ -155,10 +146,7 @@ inline int64_t block_bytes(const Matrix& matrix) {
   int64_t bytes = int64_t(ins) * LANES * (kind == FLOAT32 ? 4 : 2);
   if (kind == BFLOAT16) bytes = int64_t(padded(ins)) * LANES * 2;
   if (is_quantised(kind)) with_format(kind, [&](auto format) { bytes = format.bytes(ins); });
-  if (is_coded(kind)) {
-    const int64_t wide = (ins + CODED_INPUTS - 1) / CODED_INPUTS * CODED_INPUTS;
-    bytes = first_weight(matrix) + whole_lines(wide * LANES / (has_four_bits(kind) ? 2 : 1));
-  }
+  if (is_coded(kind)) bytes = first_weight(matrix) + int64_t(padded(ins)) * LANES / (has_four_bits(kind) ? 2 : 1);
   return bytes;
 }
 

@@ -65,7 +65,15 @@ inline void pack_coded(
       std::memcpy(to + (int64_t(group) * LANES + lane) * size, scales + from * size, size);
       if (has_zeros(matrix.kind)) to_zeros[group * LANES + lane] = zeros[from];
     }
-    for (int i = 0; i < bytes; ++i) body[int64_t(i) * LANES + place_of(lane)] = codes[int64_t(lane) * bytes + i];
+    const uint8_t* from = codes + int64_t(lane) * bytes;
+    for (int i = 0; i < matrix.ins; ++i) {
+      if (has_four_bits(matrix.kind)) {  // eight inputs in 32 bits: the first ones of four pairs, then the second ones
+        const int pair = i % 8 / 2, code = from[i / 2] >> (i % 2 * 4) & 15;
+        body[(int64_t(i / 8) * LANES + lane) * 4 + i % 2 * 2 + pair / 2] |= uint8_t(code << (pair % 2 * 4));
+      } else {
+        body[(int64_t(i / 2) * LANES + lane) * 2 + i % 2] = from[i];
+      }
+    }
   }
 }
 

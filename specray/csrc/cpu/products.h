@@ -14,7 +14,7 @@ class Products {
   Products(const Matrix& matrix, const Rows& rows, int count, int together = 1)
       : matrix_(matrix), rows_(rows), bytes_(block_bytes(matrix)), together_(together),
         uses_tiles_(matrix.kind == BFLOAT16 && has_tiles()) {
-    const int most = uses_tiles_ ? TILE_ROWS : most_rows(matrix.kind);
+    const int most = uses_tiles_ ? TILE_ROWS : most_rows(matrix);
     const int tiles = std::max(1, (count + most - 1) / most);
     size_ = std::max(1, (count + tiles - 1) / tiles);  // tiles of about one size
     num_tiles_ = tiles;

@@ -33,7 +33,7 @@ class ScreenedProduct {
  public:
   ScreenedProduct(const Matrix& matrix, const Screen& screen, int count)
       : matrix_(matrix), screen_(screen), count_(count), num_blocks_(matrix.outs / LANES),
-        exact_(form_of(matrix.kind), count, matrix.ins), coarse_(form_of(screen.matrix.kind), count, matrix.ins),
+        exact_(form_of(matrix), count, matrix.ins), coarse_(form_of(screen.matrix), count, matrix.ins),
         row_norms_(count), slacks_(count), upper_(int64_t(count) * num_blocks_), lower_(upper_.size()) {}
 
   static constexpr int NUM_PHASES = 3;

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -38,6 +39,7 @@ constexpr int N = LANES / WIDTH;
 typedef float Floats __attribute__((vector_size(4 * WIDTH)));
 typedef int32_t Ints __attribute__((vector_size(4 * WIDTH)));
 typedef uint32_t Words __attribute__((vector_size(4 * WIDTH)));
+typedef uint16_t Halves __attribute__((vector_size(4 * WIDTH)));
 
 #if defined(SPECRAY_WORDS)
 constexpr bool MULTIPLIES_WORDS = true;
@@ -309,11 +311,37 @@ inline Floats load_floats(const scaled_int8* from) {
 #endif
 }
 
+// Bytes as wider numbers. GCC 12 takes them apart if it converts vectors itself.
+inline Ints load_ints(const uint8_t* from) {
+#if defined(SPECRAY_AVX512)
+  return Ints(_mm512_cvtepu8_epi32(load<__m128i>(from)));
+#elif defined(SPECRAY_WORDS)
+  return Ints(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+#else
+  typedef uint8_t Small __attribute__((vector_size(WIDTH)));
+  return __builtin_convertvector(load<Small>(from), Ints);
+#endif
+}
+
+template <class Byte>
+inline Halves load_halves(const Byte* from) {
+  constexpr bool IS_SIGNED = std::is_signed_v<Byte>;
+#if defined(SPECRAY_AVX512)
+  const __m256i bytes = load<__m256i>(from);
+  return Halves(IS_SIGNED ? _mm512_cvtepi8_epi16(bytes) : _mm512_cvtepu8_epi16(bytes));
+#elif defined(SPECRAY_WORDS)
+  const __m128i bytes = load<__m128i>(from);
+  return Halves(IS_SIGNED ? _mm256_cvtepi8_epi16(bytes) : _mm256_cvtepu8_epi16(bytes));
+#else
+  typedef Byte Small __attribute__((vector_size(2 * WIDTH)));
+  return __builtin_convertvector(load<Small>(from), Halves);
+#endif
+}
+
 template <int MANTISSA>
 inline Floats load_floats(const float8<MANTISSA>* from) {
   using T = float8<MANTISSA>;
-  typedef uint8_t Small __attribute__((vector_size(WIDTH)));
-  const Words bits = __builtin_convertvector(load<Small>(from), Words), size = bits & 0x7F;
+  const Words bits = Words(load_ints(reinterpret_cast<const uint8_t*>(from))), size = bits & 0x7F;
   const Words normal = (size << (23 - MANTISSA)) + (uint32_t(127 - T::BIAS) << 23);
   const Floats small = to_floats(Ints(size)) * bits_of<float>(uint32_t(128 - T::BIAS - MANTISSA) << 23);
   Words value = size < (1u << MANTISSA) ? bits_of<Words>(small) : normal;
@@ -326,9 +354,6 @@ inline float to_float(float8<MANTISSA> value) {
   float8<MANTISSA> row[WIDTH] = {value};
   return load_floats(row)[0];
 }
-
-// Bits of a float16 as a float, for scales in GGUF's type.
-inline Floats load_halves(const uint16_t* from) { return load_floats(reinterpret_cast<const float16*>(from)); }
 
 // ---- dot products of integers ------------------------------------------------------------------------------------
 
@@ -357,12 +382,6 @@ struct Dot {
 #elif defined(SPECRAY_WORDS)
 // Sums of products, in assembly: otherwise GCC 12 keeps sums in memory, or all products before it adds them up. Four rows
 // took 19 % longer then with weights of 8 bits, and 26 % longer with 4 (Zen 3).
-
-// Adds, in every lane of 32 bits, two products of 16 bits each.
-inline void add_words(__m256i& sums, __m256i a, __m256i b) {
-  __m256i products;
-  asm("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(sums), "=&x"(products) : "x"(a), "x"(b));
-}
 
 // Adds, in every lane of 16 bits, two products of a u8 and an i8.
 inline void add_bytes(__m256i& sums, __m256i weights, __m256i x) {
@@ -410,6 +429,18 @@ struct Dot {
   inline Ints result(int n) const { return sums[n]; }
 };
 #endif
+
+// Adds, in every lane of 32 bits, two products of numbers of 16 bits. Those of `a` are not negative.
+inline void add_words(Ints& sums, Ints a, Ints b) {
+#if defined(SPECRAY_AVX512)
+  sums = Ints(_mm512_dpwssd_epi32(__m512i(sums), __m512i(a), __m512i(b)));
+#elif defined(SPECRAY_WORDS)
+  Ints products;
+  asm("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(sums), "=&x"(products) : "x"(a), "x"(b));
+#else
+  sums += (a & 0xFFFF) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
+#endif
+}
 
 // ---- functions ---------------------------------------------------------------------------------------------------
 

@@ -198,7 +198,7 @@ inline int level_width(const Growth& growth) { return std::min(growth.topk, std:
 class Children {
  public:
   Children(const DraftNetwork& network, const Growth& growth, int most)
-      : network_(network), growth_(growth), outputs_(form_of(network.output.kind), most, network.output.ins),
+      : network_(network), growth_(growth), outputs_(form_of(network.output), most, network.output.ins),
         logits_(int64_t(most) * network.num_columns), probs_(int64_t(most) * growth.topk), ids_(probs_.size()) {}
 
   void set(int r, const float* output) { outputs_.set(r, output); }
@@ -310,7 +310,7 @@ class TreeGrowth {
         size_(network.sizes.hidden),
         x_width_(network.reads_states ? 2 * size_ : size_), columns_(width_ * (growth.num_levels - 1)),
         stack_(network.layers, network.num_layers, network.sizes, count_),
-        to_project_(form_of(network.project.kind), network.project.data ? count_ : 0, network.project.ins),
+        to_project_(form_of(network.project), network.project.data ? count_ : 0, network.project.ins),
         children_(network, growth, count_),
         trees_(growth.num_trees, Candidates(growth.topk, width_, growth.num_levels)), stream_(int64_t(count_) * size_),
         states_(int64_t(count_) * size_), next_states_(int64_t(count_) * size_), first_input_(int64_t(count_) * x_width_),

@@ -34,6 +34,18 @@ def test_products_have_the_bits_of_the_expanded_weights(name: str) -> None:
         assert torch.equal(run(half), make_linear(weight.float())(half.float()).bfloat16())
 
 
+@pytest.mark.skipif(kernels() is None, reason="torch's sums depend on the number of rows")
+@pytest.mark.parametrize("name", ["e2m1", "int8", "int4"])
+def test_models_of_16_bits_round_activations_to_16_bits(name: str) -> None:
+    for weight in weights(CODES[name]):
+        run, x = make_linear(weight.to(weight.device, torch.bfloat16)), torch.randn(7, weight.ins)
+        y, exact = run(x), x.double() @ weight.float().double().t()
+        assert not torch.equal(y, make_linear(weight)(x)) or weight.group % 32
+        step = x.abs().max() / 2**15
+        assert ((y.double() - exact).abs() <= step * weight.float().abs().sum(1)).all(), weight
+        assert all(torch.equal(run(x[:count]), y[:count]) for count in (1, 2, 4)), weight
+
+
 @pytest.mark.parametrize("name", CODES)
 def test_products_are_those_of_float64(name: str) -> None:
     for weight in weights(CODES[name]):
