@@ -13,7 +13,7 @@ from specray.ops.gpu import kv, layers, sampling
 from specray.ops.gpu.attention import TritonAttend, TritonAttention
 from specray.ops.gpu.experts import GroupedExperts
 from specray.ops.gpu.few_rows import GpuMatrix
-from specray.ops.gpu.matrix import FixedOrderMatrix
+from specray.ops.gpu.matrix import TiledMatrix
 from specray.ops.noise import gumbel, noise_keys
 from specray.ops.sampling_state import SamplingBatch, SamplingState
 from specray.ops.step_tensors import Choices
@@ -154,7 +154,7 @@ def _rotated(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Te
 def _product(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     x, weight = torch.randn(7, shape.hidden, device=device).to(dtype), torch.randn(70, shape.hidden, device=device)
     weight = (weight / shape.hidden**0.5).to(dtype)
-    return FixedOrderMatrix(weight)(x), x.double() @ weight.double().T
+    return TiledMatrix(weight)(x), x.double() @ weight.double().T
 
 
 def _few_rows(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:

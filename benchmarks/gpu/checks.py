@@ -8,7 +8,7 @@ import torch
 from benchmarks.gpu.cases import SHAPES, TINY, Shape, Tokens, kernel_cases
 from benchmarks.gpu.report import Cell, Order, Report
 from specray.ops.gpu.few_rows import GpuMatrix
-from specray.ops.gpu.matrix import FixedOrderMatrix
+from specray.ops.gpu.matrix import TiledMatrix
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 HEADERS = ["model", "check", "type", "error", "passed"]
@@ -47,7 +47,7 @@ def same_bits(shape: Shape, dtype: torch.dtype, device: torch.device, context: i
     yield "on the path of a tree", torch.equal(tokens.attend_path(context - last), alone[-last:])
     yield "in a chunk of a prompt", torch.equal(tokens.attend(context - chunk, context), alone)
     x, weight = torch.randn(200, shape.hidden, device=device).to(dtype), torch.randn(70, shape.hidden, device=device)
-    product = FixedOrderMatrix(weight.to(dtype))
+    product = TiledMatrix(weight.to(dtype))
     yield "a product among 200 rows", torch.equal(product(x)[150:151], product(x[150:151]))
     few_rows = GpuMatrix(weight.to(dtype))
     yield "a product among 8 rows", torch.equal(few_rows(x[:8])[5:6], few_rows(x[5:6])) or not few_rows.is_fit

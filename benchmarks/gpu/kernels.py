@@ -18,7 +18,7 @@ from benchmarks.gpu.report import Cell, Order, Report
 from specray.ops.gpu import kv, layers, sampling
 from specray.ops.gpu.attention import TritonAttend
 from specray.ops.gpu.few_rows import GpuMatrix
-from specray.ops.gpu.matrix import FixedOrderMatrix
+from specray.ops.gpu.matrix import TiledMatrix
 from specray.ops.noise import noise_keys
 from specray.ops.sampling_state import SamplingBatch, SamplingState
 from specray.spec_decode.verify_batch import VerifyOutput
@@ -123,7 +123,7 @@ def kernels(shape: Shape, sizes: Sizes, device: torch.device) -> Iterator[Timed]
 def _products(shape: Shape, sizes: Sizes, device: torch.device) -> Iterator[Timed]:
     """Gate and up of a layer: of few rows, torch's, and those of `deterministic: true`."""
     weight = torch.randn(2 * shape.ffn, shape.hidden, device=device).bfloat16()
-    fixed, few = FixedOrderMatrix(weight), GpuMatrix(weight)
+    fixed, few = TiledMatrix(weight), GpuMatrix(weight)
     x = torch.randn(1, shape.hidden, device=device).bfloat16()
     yield Timed("product of few rows, 1 row", partial(few, x), weight.nbytes, 2 * weight.numel())
     for rows in (1, sizes.batch, sizes.chunk):

@@ -25,8 +25,6 @@ from specray.ops.gpu import (
     matrix,
     matrix_kernels,
     noise_kernels,
-    quantised,
-    quantised_kernels,
     sampling,
     sampling_kernels,
     state_kernels,
@@ -35,6 +33,7 @@ from specray.ops.gpu import (
     tree_kernels,
 )
 from specray.ops.gpu.attention import num_warps
+from specray.ops.quantised_weight import E2M1, E4M3, INT4, INT8
 
 CAPABILITIES = (80, 90)
 HEADS = [(4, 8, 128), (8, 1, 128), (7, 4, 128)]  # group, KV heads, head dim: Llama 8B, a rank of 70B, Qwen2.5 7B
@@ -115,13 +114,14 @@ def cases() -> Iterator[Case]:
     yield Case(layer_kernels.silu_block, {"BLOCK": 1024})
     width = {"SIZE": 14336, "WIDTH": 14336, "PADDED": 16384}
     yield Case(layer_kernels.quantise_row, width, num_warps=16, capabilities=(90,))
-    sizes = {"ROWS": experts.ROWS, "COLUMNS": experts.COLUMNS, "INPUTS": experts.INPUTS}
-    for share in (8, 1):
-        yield Case(matrix_kernels.grouped_products, {"SHARE": share} | sizes)
+    numbers = {"CODE": matrix.CODES[None].value, "HAS_ZEROS": False}
+    sizes = {"ROWS": experts.ROWS, "COLUMNS": experts.COLUMNS, "INPUTS": matrix.INPUT_BYTES // 2}
+    for share, has_bias in product((8, 1), (False, True)):
+        yield Case(matrix_kernels.multiply_pairs, numbers | {"SHARE": share, "HAS_BIAS": has_bias} | sizes)
     for dtype, size in (("bf16", 2), ("fp16", 2), ("fp32", 4)):
         for has_bias, columns in product((False, True), matrix.COLUMNS):
-            tile = {"ROWS": matrix.ROWS, "COLUMNS": columns, "INPUTS": matrix.INPUT_BYTES // size}
-            yield Case(matrix_kernels.multiply_rows, {"HAS_BIAS": has_bias} | tile, dtype=dtype)
+            tile = {"ROWS": matrix.MANY_ROWS, "COLUMNS": columns, "INPUTS": matrix.INPUT_BYTES // size}
+            yield Case(matrix_kernels.multiply_rows, numbers | {"HAS_BIAS": has_bias} | tile, dtype=dtype)
     yield from cases_of_few_rows()
     yield from cases_of_codes()
     yield from cases_of_float8()
@@ -165,17 +165,16 @@ def cases_of_few_rows() -> Iterator[Case]:
 
 def cases_of_codes() -> Iterator[Case]:
     """Scales as published: float32 of fp8, bytes of MXFP4, 16 bits of integers."""
-    scales = {quantised.E4M3: "*fp32", quantised.E2M1: "*u8", quantised.INT8: "*bf16", quantised.INT4: "*fp16"}
+    scales = {E4M3: "*fp32", E2M1: "*u8", INT8: "*bf16", INT4: "*fp16"}
     for code, dtype in scales.items():
-        types = {"codes": "*u8", "zeros": "*u8", "scales": dtype}
-        inputs = 32 if code == quantised.E2M1 else quantised.INPUT_BYTES // 2
-        kind = {"CODE": quantised.CODES[code].value, "HAS_ZEROS": code.zero is not None, "INPUTS": inputs}
-        sizes = {"COLUMNS": quantised.COLUMNS}
-        for rows in (quantised.FEW_ROWS, quantised.MANY_ROWS):
-            constants = kind | sizes | {"HAS_BIAS": True, "ROWS": rows}
-            yield Case(quantised_kernels.multiply_quantised, constants, quantised.num_warps(rows), types=types)
-        grouped = kind | sizes | {"SHARE": 8, "ROWS": experts.ROWS}
-        yield Case(quantised_kernels.grouped_quantised, grouped, types=types)
+        types = {"weight": "*u8", "zeros": "*u8", "scales": dtype}
+        inputs = 32 if code == E2M1 else matrix.INPUT_BYTES // 2
+        kind = {"CODE": matrix.CODES[code].value, "HAS_ZEROS": code.zero is not None, "HAS_BIAS": True}
+        sizes = {"COLUMNS": matrix.COLUMNS[1], "INPUTS": inputs}
+        for rows in (matrix.FEW_ROWS, matrix.MANY_ROWS):
+            warps = 8 if rows == matrix.MANY_ROWS else 4
+            yield Case(matrix_kernels.multiply_rows, kind | sizes | {"ROWS": rows}, warps, types=types)
+        yield Case(matrix_kernels.multiply_pairs, kind | sizes | {"SHARE": 8, "ROWS": experts.ROWS}, types=types)
 
 
 def cases_of_verification() -> Iterator[Case]:

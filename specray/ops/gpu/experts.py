@@ -1,73 +1,86 @@
 """Routed experts on a GPU, without a read by the host: grouped products with Triton."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from specray.ops.gpu.layers import silu_and_mul
-from specray.ops.gpu.matrix_kernels import grouped_products
-from specray.ops.gpu.quantised import constants_of, parts_of
-from specray.ops.gpu.quantised_kernels import grouped_quantised
+from specray.ops.gpu.matrix import launch_of
+from specray.ops.gpu.matrix_kernels import multiply_pairs
 from specray.ops.grouped_weight import GroupedWeight
 from specray.ops.linear import concat
-from specray.ops.quantised_weight import QuantisedWeight, Weight
+from specray.ops.quantised_weight import Weight
 
 ROWS = 16  # of a block
-COLUMNS, INPUTS = 64, 64
+COLUMNS = 64
 
 
-Expert = tuple[Tensor | QuantisedWeight, Tensor | QuantisedWeight, Tensor | QuantisedWeight]
+class Pairs(NamedTuple):
+    """Pairs of a row and an expert. Pair p is of row p // `share`."""
+
+    blocks: tuple[Tensor, Tensor]  # see `expert_blocks`
+    count: int
+    share: int
+
+    @property
+    def of_own_rows(self) -> "Pairs":
+        """The same pairs, each with a row of its own."""
+        return self._replace(share=1)
+
+
+class ExpertMatrices:
+    """x [rows, in] -> [pairs, out]: each pair's row times its expert's matrix [out, in]."""
+
+    def __init__(self, weights: Sequence[Weight], biases: Tensor | None = None) -> None:
+        """`biases` are [experts, out]. All weights are expanded if one of them is."""
+        matrix = concat(*weights)
+        assert not isinstance(matrix, GroupedWeight), "which runs on CPUs"
+        self.matrix = matrix  # the outputs of all experts, one below the other
+        self.num_experts = len(weights)
+        self._biases = None if biases is None else biases.contiguous()
+
+    def pairs(self, chosen: Tensor) -> Pairs:
+        """Of each row with its experts `chosen`, int64 [rows, k]."""
+        return Pairs(expert_blocks(chosen.flatten(), self.num_experts), chosen.numel(), chosen.shape[1])
+
+    def __call__(self, x: Tensor, pairs: Pairs, dtype: torch.dtype) -> Tensor:
+        """The result has type `dtype`."""
+        outs, ins = self.matrix.shape[0] // self.num_experts, self.matrix.shape[1]
+        out = torch.empty(pairs.count, outs, dtype=dtype, device=x.device)
+        if pairs.count:
+            launch = launch_of(self.matrix, self._biases, x.dtype)
+            multiply_pairs[(len(pairs.blocks[0]), triton.cdiv(outs, COLUMNS))](
+                out,
+                x.contiguous(),
+                *launch.parts,
+                *pairs.blocks,
+                pairs.count,
+                outs,
+                ins,
+                *launch.groups,
+                **launch.constants,
+                SHARE=pairs.share,
+                ROWS=ROWS,
+                COLUMNS=COLUMNS,
+            )
+        return out
 
 
 class GroupedExperts:
     """`specray.layers.moe.Experts` from each expert's gate and up [ffn, hidden] and down [hidden, ffn]."""
 
-    def __init__(self, experts: Sequence[Expert]) -> None:
-        self._gate_up = _stacked([concat(gate, up) for gate, up, _ in experts])  # [experts, 2 * ffn, hidden]
-        self._down = _stacked([down for _, _, down in experts])  # [experts, hidden, ffn]
-        self._num_experts = len(experts)
+    def __init__(self, experts: Sequence[tuple[Weight, Weight, Weight]]) -> None:
+        self._gate_up = ExpertMatrices([concat(gate, up) for gate, up, _ in experts])
+        self._down = ExpertMatrices([down for _, _, down in experts])
 
     def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """See Experts. A token's experts are added in the order of the router's preference."""
-        num_pairs, num_chosen = chosen.numel(), chosen.shape[1]
-        blocks = expert_blocks(chosen.flatten(), self._num_experts)
-        gate_up = self._products(x.contiguous(), self._gate_up, blocks, num_pairs, num_chosen, x.dtype)
-        parts = self._products(silu_and_mul(gate_up), self._down, blocks, num_pairs, 1, torch.float32)
+        pairs = self._gate_up.pairs(chosen)
+        parts = self._down(silu_and_mul(self._gate_up(x, pairs, x.dtype)), pairs.of_own_rows, torch.float32)
         return (parts.view(*chosen.shape, x.shape[1]) * weights[:, :, None]).sum(1)
-
-    def _products(
-        self,
-        x: Tensor,
-        matrices: Tensor | QuantisedWeight,
-        blocks: tuple[Tensor, Tensor],
-        num_pairs: int,
-        share: int,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        """[pairs, outs] of each pair's row of x, number pair // share, with its expert's matrix."""
-        experts, pairs = blocks
-        outs, ins = matrices.shape[0] // self._num_experts, matrices.shape[1]
-        out = torch.empty(num_pairs, outs, dtype=dtype, device=x.device)
-        if not num_pairs:
-            return out
-        grid, sizes = (len(experts), triton.cdiv(outs, COLUMNS)), (num_pairs, outs, ins)
-        tile = {"SHARE": share, "ROWS": ROWS, "COLUMNS": COLUMNS}
-        if isinstance(matrices, Tensor):
-            grouped_products[grid](out, x, matrices, experts, pairs, *sizes, **tile, INPUTS=INPUTS)
-        else:
-            groups = matrices.group, matrices.scales.shape[1]
-            constants = tile | constants_of(matrices, x.dtype)
-            grouped_quantised[grid](out, x, *parts_of(matrices), experts, pairs, *sizes, *groups, **constants)
-        return out
-
-
-def _stacked(weights: Sequence[Weight]) -> Tensor | QuantisedWeight:
-    """The outputs of all experts, one below the other. All are expanded if one of them is."""
-    matrix = concat(*weights)
-    assert not isinstance(matrix, GroupedWeight), "which runs on CPUs"
-    return matrix
 
 
 def expert_blocks(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:

@@ -9,8 +9,8 @@ from specray.ops.attention import AttentionBackend
 from specray.ops.gpu import kv, layers, sampling, states
 from specray.ops.gpu.attention import TritonAttention
 from specray.ops.gpu.few_rows import GpuMatrix
-from specray.ops.gpu.matrix import FixedOrderMatrix, GatedUnits
-from specray.ops.gpu.quantised import QuantisedMatrix
+from specray.ops.gpu.matrix import GatedUnits, TiledMatrix
+from specray.ops.grouped_weight import GroupedWeight
 from specray.ops.layer_attention import LayerAttention
 from specray.ops.quantised_weight import QuantisedWeight, Weight
 from specray.ops.sampling_state import SamplingBatch
@@ -28,11 +28,11 @@ class TritonOps(TorchOps):
     records_graphs = True
 
     def linear(self, weight: Weight, bias: Tensor | None = None, in_fixed_order: bool = False) -> Linear:
-        if isinstance(weight, QuantisedWeight):
-            return QuantisedMatrix(weight, bias, in_fixed_order)
-        if not isinstance(weight, Tensor):  # a GroupedWeight runs on CPUs
+        if isinstance(weight, GroupedWeight):  # which runs on CPUs
             return super().linear(weight, bias)
-        return FixedOrderMatrix(weight, bias) if in_fixed_order else GpuMatrix(weight, bias)
+        if in_fixed_order or isinstance(weight, QuantisedWeight):
+            return TiledMatrix(weight, bias, in_fixed_order)
+        return GpuMatrix(weight, bias)
 
     def gate(self, linear: Linear) -> Linear:
         return linear.gated if isinstance(linear, GpuMatrix) else GatedUnits(linear)

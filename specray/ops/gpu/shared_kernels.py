@@ -1,4 +1,4 @@
-"""Functions of all Triton kernels: how one waits that may have started early, and products of tiles and of rows."""
+"""Functions of all Triton kernels: how one waits that may have started early, and products of tiles."""
 
 import triton
 import triton.language as tl
@@ -60,25 +60,3 @@ def to_float8(values, MANTISSA: tl.constexpr):
     code = tl.where(values != values, 0x7F, code)
     sign = values.to(tl.uint32, bitcast=True) >> 24 & 0x80
     return (code | sign).to(tl.uint8)
-
-
-@triton.jit
-def products(
-    rows,  # pointers [ROWS, 1] to rows of `ins` numbers
-    columns,  # pointers [COLUMNS, 1], likewise
-    is_row,
-    is_column,
-    ins,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    INPUTS: tl.constexpr,
-):
-    """float32 [ROWS, COLUMNS]: each row times each column, summed in order in steps of INPUTS."""
-    sums = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for start in range(0, ins, INPUTS):
-        place = start + tl.arange(0, INPUTS)
-        is_place = place < ins
-        a = tl.load(rows + place, mask=is_row[:, None] & is_place, other=0.0)
-        b = tl.load(columns + place, mask=is_column[:, None] & is_place, other=0.0)
-        sums = dot(a, tl.trans(b), sums)
-    return sums

@@ -15,8 +15,7 @@ from specray.ops.gpu import few_rows
 
 ROOT = Path(__file__).parents[3]
 KERNELS = {
-    *("attend_tiles", "merge_chunks", "rotate_head", "norm_rows", "silu_block", "grouped_products", "multiply_rows"),
-    *("multiply_quantised", "grouped_quantised"),
+    *("attend_tiles", "merge_chunks", "rotate_head", "norm_rows", "silu_block", "multiply_rows", "multiply_pairs"),
     *("join_rows", "gather_angles", "gather_cells", "load_trees", "build_trees", "commit_tokens"),
     *("build_extend", "take_trees", "put_trees", "add_noise"),
     *("convolve_rows", "keep_windows", "run_delta_rule", "norm_and_gate"),

@@ -89,7 +89,7 @@ def test_quantised_experts_are_not_expanded(name: str) -> None:
     seen = grouped(x, shares, chosen)
     torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
     assert torch.equal(grouped(x[3:4], shares[3:4], chosen[3:4]), seen[3:4])
-    assert isinstance(grouped._gate_up, QuantisedWeight)
+    assert isinstance(grouped._gate_up.matrix, QuantisedWeight)
     mixed = GroupedExperts([(gate.float(), up, down) for gate, up, down in experts])
     torch.testing.assert_close(mixed(x, shares, chosen), seen, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 

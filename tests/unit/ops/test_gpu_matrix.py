@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from specray.ops.gpu.matrix import COLUMNS, ROWS, FixedOrderMatrix, tile_columns
+from specray.ops.gpu.matrix import COLUMNS, MANY_ROWS, TiledMatrix, tile_columns
 from specray.ops.linear import fixed_order, is_row_wise, make_gated, make_linear
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}
@@ -15,7 +15,7 @@ dtypes = st.sampled_from(list(TOLERANCE))
 
 
 @given(
-    st.sampled_from([0, 1, 2, ROWS - 1, ROWS + 3]),
+    st.sampled_from([0, 1, 2, MANY_ROWS - 1, MANY_ROWS + 3]),
     st.sampled_from([1, 17, 31, 64, 100]),
     st.sampled_from([1, 8, 33, 64, 200]),
     dtypes,
@@ -26,7 +26,7 @@ dtypes = st.sampled_from(list(TOLERANCE))
 def test_products(rows: int, outs: int, ins: int, dtype: torch.dtype, has_bias: bool, columns: int) -> None:
     torch.manual_seed(rows + outs + ins)
     x, weight, bias = (torch.randn(*size).to(dtype) for size in ((rows, ins), (outs, ins), (outs,)))
-    matrix = FixedOrderMatrix(weight, bias if has_bias else None)
+    matrix = TiledMatrix(weight, bias if has_bias else None)
     matrix._columns = columns
     y = matrix(x)
     expected = x.double() @ weight.double().T + (bias.double() if has_bias else 0.0)
@@ -34,12 +34,12 @@ def test_products(rows: int, outs: int, ins: int, dtype: torch.dtype, has_bias: 
     torch.testing.assert_close(y.double(), expected, atol=TOLERANCE[dtype] * ins**0.5, rtol=TOLERANCE[dtype])
 
 
-@given(st.integers(1, 2 * ROWS + 5), dtypes, st.integers(0, 10**6))
+@given(st.integers(1, 2 * MANY_ROWS + 5), dtypes, st.integers(0, 10**6))
 @settings(max_examples=15)
 def test_a_row_has_the_same_bits_alone_and_among_others(rows: int, dtype: torch.dtype, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     x, weight = (torch.randn(size, 150, generator=generator).to(dtype) for size in (rows, 70))
-    matrix = FixedOrderMatrix(weight, weight[:, 0])
+    matrix = TiledMatrix(weight, weight[:, 0])
     together = matrix(x)
     for row in {0, rows // 2, rows - 1}:
         assert torch.equal(matrix(x[row : row + 1]), together[row : row + 1])

@@ -6,7 +6,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from specray.ops.gpu.quantised import FEW_ROWS, MANY_ROWS, QuantisedMatrix
+from specray.ops.gpu.matrix import FEW_ROWS, MANY_ROWS, TiledMatrix
 from specray.ops.linear import fixed_order, is_row_wise, make_gated, make_linear
 from tests.support.coded import FORMATS, weight_of
 
@@ -30,13 +30,13 @@ def test_products(name: str, dtype: torch.dtype) -> None:
         for rows in (1, 3, FEW_ROWS + 1):
             x = torch.randn(rows, ins).to(dtype)
             for fixed in (False, True):
-                y = QuantisedMatrix(weight, bias if fixed else None, fixed)(x)
+                y = TiledMatrix(weight, bias if fixed else None, fixed)(x)
                 check(y, x.double() @ exact + (bias.double() if fixed else 0.0), dtype, ins)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_row_has_the_same_bits_alone_and_among_others(name: str) -> None:
-    matrix = QuantisedMatrix(weight_of(name, 70, 128), None, in_fixed_order=True)
+    matrix = TiledMatrix(weight_of(name, 70, 128), None, in_fixed_order=True)
     x = torch.randn(MANY_ROWS + 3, 128).bfloat16()
     together = matrix(x)
     for row in (0, 5, MANY_ROWS + 2):
@@ -48,12 +48,12 @@ def test_inputs_and_outputs_of_any_number(name: str) -> None:
     for outs, ins in ((1, 1), (33, 33), (5, 70)):
         weight, x = weight_of(name, outs, ins), torch.randn(2, ins)
         check(
-            QuantisedMatrix(weight, None, in_fixed_order=False)(x),
+            TiledMatrix(weight, None, in_fixed_order=False)(x),
             x.double() @ weight.float().double().t(),
             x.dtype,
             ins,
         )
-    assert QuantisedMatrix(weight, None, in_fixed_order=False)(torch.empty(0, 70)).shape == (0, 5)
+    assert TiledMatrix(weight, None, in_fixed_order=False)(torch.empty(0, 70)).shape == (0, 5)
 
 
 def test_linear_layers_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +62,7 @@ def test_linear_layers_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = make_linear(weight), make_gated(weight, weight)
     with fixed_order(enabled=True):
         fixed = make_linear(weight), make_gated(weight, weight)
-    assert isinstance(plain[0], QuantisedMatrix)
+    assert isinstance(plain[0], TiledMatrix)
     assert [is_row_wise(run) for run in (*plain, *fixed)] == [False, False, True, True]
     once = x @ weight.float().t()
     torch.testing.assert_close(plain[1](x), torch.nn.functional.silu(once) * once, rtol=1e-4, atol=1e-4)

@@ -116,8 +116,8 @@ def test_a_quantization_without_a_kernel_is_refused_with_the_alternative(
 
 
 def test_the_default_quantization_is_supported() -> None:
-    assert quantization_of_choice(CUDA, torch.bfloat16) is None
-    check_quantization(quantization_of_choice(CPU, torch.float32), CPU, torch.float32)
+    assert quantization_of_choice(CUDA) is None
+    check_quantization(quantization_of_choice(CPU), CPU, torch.float32)
 
 
 def fp8_target() -> EngineConfig:
