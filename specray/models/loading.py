@@ -87,6 +87,16 @@ class Loader:
         weight = self._packed(name, shape, part, dim)
         return self.tensor(name, shape, part, dim).contiguous() if weight is None else weight
 
+    def experts(self, name: str, shape: tuple[int, int, int]) -> list[QuantisedWeight] | None:
+        """Matrices [outs, ins] of stored experts [experts, ins, outs], where they stay as they are; None elsewhere."""
+        count, ins, outs = shape
+        weight = self._packed(name, (count * outs, ins))
+        return None if weight is None else [weight.rows(slice(i * outs, (i + 1) * outs)) for i in range(count)]
+
+    def any_matrix(self, name: str) -> QuantisedWeight | None:
+        """A matrix whose shape the caller checks, where it stays as it is stored; None elsewhere."""
+        return self._packed(name, None)
+
     def stored(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Tensor `name` with its stored type, on the CPU. ConfigError if it is missing or does not have `shape`."""
         tensor = self._reader.get(name)
@@ -144,18 +154,20 @@ class Loader:
         self._note(name, grouped.shape, shape)
         return grouped
 
-    def _packed(self, name: str, shape: tuple[int, int], part: slice, dim: int) -> QuantisedWeight | None:
+    def _packed(
+        self, name: str, shape: tuple[int, int] | None, part: slice = slice(None), dim: int = 0
+    ) -> QuantisedWeight | None:
         """`part` of a matrix that stays as it is stored; None if it does not."""
         weight = self._reader.packed(name) if self.quantization in (None, "auto") else None
-        if weight is None or weight.shape != shape:
+        if weight is None or weight.shape != (shape or weight.shape):
             return None  # `tensor` reports a wrong shape
-        own = weight.rows(part) if dim == 0 else weight.columns(*_span(part, shape[1]))
+        own = weight.rows(part) if dim == 0 else weight.columns(*_span(part, weight.ins))
         if own is None:
             return None
         if own.has_nan:
             raise ConfigError(f"{self._reader.path(name)}: matrix {name} has NaN; the file is damaged: fetch it again")
-        self._note(name, weight.shape, shape)
-        return own.to(self.device)
+        self._note(name, weight.shape, weight.shape)
+        return own.to(self.device, self.dtype)
 
     def _note(self, name: str, stored: tuple[int, ...], shape: tuple[int, ...]) -> None:
         """Count `name` as read. ConfigError if its `stored` shape is not the expected one."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specray.errors import ConfigError
-from specray.ops.quantised_weight import E2M1_VALUES, E4M3, INT4, INT8, UNIT, QuantisedWeight, kernel_scales
+from specray.ops.quantised_weight import E2M1, E4M3, INT4, INT8, UNIT, QuantisedWeight, kernel_scales
 
 _WORD = 32  # bits
 
@@ -26,8 +26,12 @@ class StoredMatrix(Protocol):
     def part(self, rows: slice, columns: slice, device: torch.device, dtype: torch.dtype) -> Tensor:
         """The weights at these places of the first and the second dimension."""
 
+    @property
+    def group(self) -> int | None:
+        """Neighbouring inputs that share a scale; None if no kernel has such groups."""
+
     def packed(self) -> QuantisedWeight | None:
-        """The weights as they are stored; None if no kernel has their groups."""
+        """The weights as they are stored, those of experts one below the other; None without a `group`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,12 +69,17 @@ class ScaledMatrix:
             scales = scales.index_select(dim, places) if scales.shape[dim] > 1 else scales
         return weights.mul_(scales).to(dtype)
 
+    @property
+    def group(self) -> int | None:
+        ins = self.shape[1]
+        group = min(self.block[1], ins)
+        return None if self.stored.dtype is torch.float8_e5m2 or (group < ins and group % UNIT) else group
+
     def packed(self) -> QuantisedWeight | None:
-        (outs, ins), (num_rows, size) = self.shape, self.block
-        group = min(size, ins)
-        if self.stored.dtype is torch.float8_e5m2 or (group < ins and group % UNIT):
+        (outs, ins), group = self.shape, self.group
+        if group is None:
             return None
-        scales = kernel_scales(self.scales).index_select(0, torch.arange(outs) // num_rows)
+        scales = kernel_scales(self.scales).index_select(0, torch.arange(outs) // self.block[0])
         codes = self.stored.view(torch.uint8)
         if self.stored.dtype is torch.int8:
             return QuantisedWeight(INT8, ins, group, codes ^ 0x80, scales)
@@ -138,10 +147,16 @@ class IntMatrix:
         scales, zeros = (part.to(device).index_select(1, places) for part in self._per_group(rows))
         return (self._ints(rows, columns, device) - zeros).mul_(scales).to(dtype)
 
-    def packed(self) -> QuantisedWeight | None:
-        ins, code = self.shape[1], INT4 if self.layout.bits == 4 else INT8
+    @property
+    def group(self) -> int | None:
+        ins = self.shape[1]
         size = -(-ins // max(len(self.scales), 1))
-        if (size < ins and size % UNIT) or not torch.equal(self.groups, torch.arange(ins) // max(size, 1)):
+        are_neighbours = torch.equal(self.groups, torch.arange(ins) // max(size, 1))
+        return size if are_neighbours and (size >= ins or size % UNIT == 0) else None
+
+    def packed(self) -> QuantisedWeight | None:
+        ins, code, size = self.shape[1], INT4 if self.layout.bits == 4 else INT8, self.group
+        if size is None:
             return None
         stored = self._per_group(slice(None))[1].to(torch.uint8)
         zeros = None if bool(stored.eq(1 << self.layout.bits - 1).all()) else stored
@@ -203,22 +218,23 @@ class Mxfp4Experts:
         chosen = range(*rows.indices(self.shape[0]))
         num_columns = len(range(*columns.indices(self.shape[1])))
         weights = torch.empty(len(chosen), self.shape[2], num_columns, device=device, dtype=dtype)
+        packed = self.packed()
         for place, expert in enumerate(chosen):  # one at a time, because numbers in float32 take eight times the memory
-            weights[place] = self._expert(expert, device)[:, columns]
+            outputs = slice(expert * self.shape[2], (expert + 1) * self.shape[2])
+            weights[place] = packed.rows(outputs).to(device).float()[:, columns]
         return weights.transpose(1, 2)
 
-    def packed(self) -> None:
-        """See StoredMatrix."""
+    @property
+    def group(self) -> int:
+        return _MX_BLOCK
 
-    def _expert(self, index: int, device: torch.device) -> Tensor:
-        """float32 [outs, ins]."""
-        pairs = torch.tensor(_E2M1_PAIRS, device=device)[self.blocks[index].to(device, torch.int32)]
-        exponents = self.scales[index].to(device, torch.int32) - _MX_BIAS
-        return torch.ldexp(pairs.flatten(2), exponents[..., None]).flatten(1)
+    def packed(self) -> QuantisedWeight:
+        return QuantisedWeight(
+            E2M1, self.shape[1], _MX_BLOCK, self.blocks.flatten(2).flatten(0, 1), self.scales.flatten(0, 1)
+        )
 
 
-_MX_BLOCK, _MX_BIAS = 32, 127
-_E2M1_PAIRS = [[E2M1_VALUES[byte & 15], E2M1_VALUES[byte >> 4]] for byte in range(256)]
+_MX_BLOCK = 32
 _BYTES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 
 

@@ -3,9 +3,9 @@
 They compute each row of a batch alike, whatever the other rows are, where `specray.ops.linear` has such kernels.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -22,9 +22,12 @@ from specray.models.transformers_skeleton import (
     unavailable_experts,
 )
 from specray.ops.device_ops import ops_on
-from specray.ops.linear import concat, is_row_wise, make_gated, make_linear
-from specray.ops.quantised_weight import Weight
+from specray.ops.linear import concat, is_row_wise, make_gated, make_linear, take_columns, take_rows
+from specray.ops.quantised_weight import QuantisedWeight, Weight
 from specray.ops.torch_matrix import Linear
+
+if TYPE_CHECKING:
+    from specray.ops.gpu.experts import ExpertMatrices  # triton is installed on machines with GPUs only
 
 
 class FlatLinear(Layer):
@@ -249,33 +252,49 @@ class PackedExperts:
     The module keeps its activation and how it combines gate and up. A token's sum runs in the order of the experts.
     """
 
-    def __init__(self, module: Any, quantization: str | None, group: RankGroup) -> None:
-        """Takes the weights out of `module`. Each rank of `group` has a part of every expert."""
-        self._group = group
-        up_name = "gate_up_proj" if module.has_gate else "up_proj"
-        ffn_size = module.down_proj.shape[1 if module.is_transposed else 2]
-        part = group.share(ffn_size)
-        self._up = _linears(module, up_name, quantization, lambda rows: _units(module, rows, part))
-        self._down = _linears(module, "down_proj", quantization, lambda rows: rows[:, part], group.leads)
+    def __init__(self, ups: Sequence[Linear], downs: Sequence[Linear], group: RankGroup) -> None:
+        """Each rank of `group` has a part of every expert."""
+        self._ups, self._downs, self._group = ups, downs, group
 
     @property
     def is_row_wise(self) -> bool:
         """Whether a token's result has the same bits whatever the other tokens are."""
-        return all(map(is_row_wise, (*self._up, *self._down)))
+        return all(map(is_row_wise, (*self._ups, *self._downs)))
 
     def __call__(self, module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """[T, hidden] from hidden [T, hidden], chosen int64 [T, k] and weights [T, k]."""
         out = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
         # A host copy, which saves the experts without tokens. Modules write the number of experts for "none".
-        for index in sorted(set(chosen.flatten().tolist()) - {len(self._up)}):
+        for index in sorted(set(chosen.flatten().tolist()) - {len(self._ups)}):
             tokens, places = (chosen == index).nonzero(as_tuple=True)
-            inner = self._up[index](hidden[tokens])
-            inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
-            result = self._down[index](inner)
-            if module.has_post_expert_norm:
-                result = module.post_expert_norm(result)
+            result = _finished(module, self._downs[index](_activated(module, self._ups[index](hidden[tokens]))))
             out.index_add_(0, tokens, result.float() * weights[tokens, places, None].float())
         return self._group.sum(out).to(hidden.dtype)
+
+
+class GroupedPackedExperts:
+    """PackedExperts in Triton's grouped product. A token's sum runs in the order of the router's preference."""
+
+    def __init__(self, ups: "ExpertMatrices", downs: "ExpertMatrices", group: RankGroup) -> None:
+        self._ups, self._downs, self._group = ups, downs, group
+
+    def __call__(self, module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """See PackedExperts; nothing is read on the host."""
+        is_none = chosen == self._ups.num_experts
+        pairs = self._ups.pairs(chosen.masked_fill(is_none, 0))
+        inner = _activated(module, self._ups(hidden, pairs, hidden.dtype))
+        result = _finished(module, self._downs(inner, pairs.of_own_rows, hidden.dtype))
+        parts = result.view(*chosen.shape, -1).float() * weights[..., None].float()
+        return self._group.sum(parts.masked_fill(is_none[..., None], 0.0).sum(1)).to(hidden.dtype)
+
+
+def _activated(module: Any, inner: Tensor) -> Tensor:
+    activated: Tensor = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+    return activated
+
+
+def _finished(module: Any, result: Tensor) -> Tensor:
+    return module.post_expert_norm(result) if module.has_post_expert_norm else result
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -283,30 +302,55 @@ def is_experts(module: nn.Module) -> bool:
     return hasattr(module, "has_gate") and hasattr(module, "is_transposed")
 
 
-def _linears(
-    module: Any, name: str, quantization: str | None, part_of: Callable[[Tensor], Tensor], has_bias: bool = True
-) -> list[Linear]:
-    """One for a part of each matrix of parameter `name` [experts, out, in], or [experts, in, out] if it is transposed.
+def pack_experts(
+    module: Any,
+    stored: Mapping[str, Sequence[QuantisedWeight]],
+    quantization: str | None,
+    group: RankGroup,
+    at_once: bool,
+) -> PackedExperts | GroupedPackedExperts:
+    """Takes the weights out of `module`, but for those that are `stored`: each expert's [out, in], by the parameter.
 
-    Biases are split as the rows are; without `has_bias` they are another rank's.
+    Each rank of `group` gets a part of every expert.
     """
-    weights = getattr(module, name).data
-    biases = getattr(module, f"{name}_bias").data if module.has_bias else [None] * len(weights)
+    ups, up_biases = _taken(module, "gate_up_proj" if module.has_gate else "up_proj", stored)
+    downs, down_biases = _taken(module, "down_proj", stored)
+    if group.size > 1:
+        part = group.share(downs[0].shape[1])
+        units = _units(module, torch.arange(ups[0].shape[0]), part)
+        ups, downs = [take_rows(up, units) for up in ups], [take_columns(down, part) for down in downs]
+        up_biases = up_biases if up_biases is None else up_biases[:, units]
+        down_biases = down_biases if group.leads else None  # added once in the sum over ranks
+    if at_once:
+        from specray.ops.gpu.experts import ExpertMatrices
+
+        return GroupedPackedExperts(ExpertMatrices(ups, up_biases), ExpertMatrices(downs, down_biases), group)
+    linears = [
+        [
+            make_linear(weight, None if biases is None else biases[index], quantization)
+            for index, weight in enumerate(weights)
+        ]
+        for weights, biases in ((ups, up_biases), (downs, down_biases))
+    ]
+    return PackedExperts(*linears, group)
+
+
+def _taken(
+    module: Any, name: str, stored: Mapping[str, Sequence[QuantisedWeight]]
+) -> tuple[Sequence[Tensor | QuantisedWeight], Tensor | None]:
+    """Each expert's matrix [out, in] of parameter `name`, and their biases [experts, out]."""
+    weights: Sequence[Tensor | QuantisedWeight] | None = stored.get(name)
+    if weights is None:
+        rows = getattr(module, name).data
+        weights = [(matrix.t() if module.is_transposed else matrix).contiguous() for matrix in rows]
+    biases: Tensor | None = getattr(module, f"{name}_bias").data if module.has_bias else None
     for parameter in (name, f"{name}_bias") if module.has_bias else (name,):
         delattr(module, parameter)
-    linears = []
-    for weight, bias in zip(weights, biases, strict=True):
-        matrix = part_of(weight.t() if module.is_transposed else weight)
-        if matrix.numel() < weight.numel():  # a view would keep the parts of other ranks in memory
-            matrix = matrix.clone()
-        if bias is not None and len(matrix) < len(bias):
-            bias = part_of(bias[:, None])[:, 0]
-        linears.append(make_linear(matrix.contiguous(), bias if has_bias else None, quantization))
-    return linears
+    return weights, biases
 
 
 def _units(module: Any, rows: Tensor, part: slice) -> Tensor:
-    """The rows [units, in] of some units: of their gates and ups, which lie behind each other or alternate."""
+    """The rows of some units: of their gates and ups, which lie behind each other or alternate."""
     if not module.has_gate:
         return rows[part]
     if module.is_concatenated:

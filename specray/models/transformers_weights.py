@@ -15,7 +15,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
 from transformers.pytorch_utils import Conv1D
 
 from specray.errors import ConfigError, first_of
@@ -25,18 +32,21 @@ from specray.models.transformers_layers import (
     FlatAttention,
     FlatGatedUnits,
     FlatLinear,
-    PackedExperts,
     as_rms_norm,
     computes_gated_units,
     computes_rotary_attention,
     is_experts,
+    pack_experts,
 )
 from specray.models.transformers_parallel import Split
 from specray.models.transformers_skeleton import AttentionCall, decoder_of
+from specray.ops.device_ops import groups_experts
 from specray.ops.linear import concat
+from specray.ops.quantised_weight import QuantisedWeight, joined
 
 # How checkpoints of image models name a language model that is built alone: packages for their encoders are missing.
 _LANGUAGE_MODEL = re.compile(r"^model\.language_model\.")
+_STACKS = [[(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]]  # of experts [experts, out, in]
 _NUMBERED = re.compile(r"\.\d+\.")  # tensors of layers
 
 
@@ -151,7 +161,7 @@ def _make_buffers(model: Any, device: torch.device) -> None:
 
 
 def _converted(model: Any, loader: Loader, names: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
-    """(name of a parameter, its tensor, or the name of the stored tensor that it is).
+    """(name of a parameter, its value, see `_Filling.set`).
 
     `names` are the stored tensors, by the names that they have in a checkpoint of this model.
     """
@@ -159,6 +169,7 @@ def _converted(model: Any, loader: Loader, names: Mapping[str, str]) -> Iterator
     by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
     state = model.state_dict()
     collected: dict[str, WeightConverter] = {}
+    sources: dict[str, dict[str, list[str]]] = {}  # stored names by the converters' patterns
     for usual in sorted(names, key=dot_natural_key):
         name, pattern = _renamed(usual, renamings, converters, model.base_model_prefix, state)
         if name not in state:
@@ -169,9 +180,29 @@ def _converted(model: Any, loader: Loader, names: Mapping[str, str]) -> Iterator
         converter = collected.setdefault(name, deepcopy(by_pattern[pattern]))
         read: Any = partial(loader.any_shape, names[usual])  # a call is taken in place of a Future
         converter.add_tensor(name, usual, pattern, read)
+        sources.setdefault(name, {}).setdefault(pattern, []).append(names[usual])
     for name, converter in collected.items():
+        module = model.get_submodule(name.rpartition(".")[0])
+        if is_experts(module) and (experts := _kept_experts(converter, sources[name], loader)) is not None:
+            yield name, experts
+            continue
         for target, value in converter.convert(name, model=model, config=model.config).items():
             yield target, value[0] if isinstance(value, list) else value
+
+
+def _kept_experts(
+    converter: WeightConverter, sources: Mapping[str, Sequence[str]], loader: Loader
+) -> list[QuantisedWeight] | None:
+    """Each expert's matrix, where all stay as they are stored and one expert's are only put one below the other."""
+    operations: list[Any] = converter.operations
+    if [(type(each), getattr(each, "dim", None)) for each in operations] not in _STACKS:
+        return None
+    names = list(zip(*(sources.get(pattern, ()) for pattern in converter.source_patterns), strict=False))
+    if sum(map(len, names)) < sum(map(len, sources.values())):
+        return None  # the converter finds what is missing
+    experts = [[loader.any_matrix(name) for name in expert] for expert in names]
+    kept = [[part for part in expert if part is not None] for expert in experts]
+    return [joined(expert) for expert in kept] if kept == experts else None
 
 
 def _renamed(
@@ -203,15 +234,18 @@ class _Filling:
         self._gated = {path for path, module in model.named_modules() if computes_gated_units(module)}
         self._attention = _rotary_attention(model, calls)
         self._packed: dict[str, dict[str, Any]] = {}  # the weight and bias of each linear, until both are there
+        self._experts: dict[str, dict[str, Sequence[QuantisedWeight]]] = {}  # that stay as they are stored
 
-    def set(self, name: str, value: str | Tensor) -> None:
-        """Parameter or buffer `name`: a tensor, or the name of a stored one."""
+    def set(self, name: str, value: str | Tensor | Sequence[QuantisedWeight]) -> None:
+        """Parameter or buffer `name`: a tensor, the name of a stored one, or each expert's matrix [out, in]."""
         path, _, key = name.rpartition(".")
         if path in self._empty:
             return
         module = self._model.get_submodule(path)
         if type(module) in (nn.Linear, Conv1D):
             self._packed.setdefault(path, {})[key] = self._linear_part(module, name, value)
+        elif (experts := self._experts_of(module, name, value)) is not None:
+            self._experts.setdefault(path, {})[key] = experts
         else:
             like = getattr(module, key)
             tensor = self._tensor(name, like, value, self._split.tensors.get(name))
@@ -247,7 +281,9 @@ class _Filling:
             _replace(self._model, path, norm)
         elif is_experts(module):
             group = self._loader.group if path in self._split.experts else RankGroup()
-            module.packed_experts = PackedExperts(module, self._loader.quantization, group)  # type: ignore[assignment]
+            at_once = groups_experts(self._loader.moe_runner_backend, self._loader.quantization, self._loader.device)
+            stored = self._experts.pop(path, {})
+            module.packed_experts = pack_experts(module, stored, self._loader.quantization, group, at_once)
 
     def _pack_attention(self, path: str, options: tuple[str | None, torch.dtype]) -> None:
         """Replace an attention module once all its linears are there."""
@@ -265,6 +301,23 @@ class _Filling:
         """The ranks whose results of a linear are added."""
         part = self._split.tensors.get(f"{path}.weight")
         return self._loader.group if part is not None and part.dim == 1 else None
+
+    def _experts_of(self, module: Any, name: str, value: Any) -> Sequence[QuantisedWeight] | None:
+        """Each expert's matrix [out, in] as it is stored, if `value` is what stays so."""
+        like = getattr(module, name.rpartition(".")[2])
+        if isinstance(value, list):
+            self._check_shape(name, (len(value), *value[0].shape), tuple(like.shape))
+            return value
+        if not (isinstance(value, str) and is_experts(module) and module.is_transposed and like.dim() == 3):
+            return None
+        return self._loader.experts(value, (like.shape[0], like.shape[1], like.shape[2]))
+
+    def _check_shape(self, name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+        if shape != expected:
+            raise ConfigError(
+                f"{self._loader.folder}: the tensors of {name} have shape {list(shape)}, but config.json implies "
+                f"{list(expected)}"
+            )
 
     def _linear_part(self, module: Any, name: str, value: str | Tensor) -> Any:
         part = self._split.tensors.get(name)
@@ -292,11 +345,8 @@ class _Filling:
                 parts = [self._loader.tensor(value, shape, each, dim) for each in rows]
                 return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
             value = self._loader.stored(value, shape)
-        elif tuple(value.shape) != shape:
-            raise ConfigError(
-                f"{self._loader.folder}: the tensors of {name} have shape {list(value.shape)}, but config.json "
-                f"implies {list(shape)}"
-            )
+        else:
+            self._check_shape(name, tuple(value.shape), shape)
         if part is not None:
             value = torch.cat([value.narrow(dim, each.start, each.stop - each.start) for each in rows], dim)
         return value.to(self._loader.device, dtype)

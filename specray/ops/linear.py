@@ -83,12 +83,21 @@ def take_rows(weight: Tensor | QuantisedWeight, index: Tensor) -> Tensor | Quant
     return weight[index] if isinstance(weight, Tensor) else weight.rows(index)
 
 
+def take_columns(weight: Tensor | QuantisedWeight, part: slice) -> Tensor | QuantisedWeight:
+    """Some columns of a weight, expanded if they are not in groups that kernels have."""
+    if isinstance(weight, QuantisedWeight):
+        if (own := weight.columns(part.start, part.stop - part.start)) is not None:
+            return own
+        weight = weight.float().to(weight.dtype)
+    return weight[:, part].contiguous()
+
+
 def _quantised(weight: Weight, quantization: str | None) -> Weight:
     if isinstance(weight, GroupedWeight):
         return to_int4(weight.float()) if quantization == "int4" and weight.bits > 4 else weight
     if quantization in (None, "auto"):
         return weight
-    to_groups = QUANTIZATIONS[quantization].round
+    to_groups = QUANTIZATIONS[quantization]
     assert to_groups is not None, quantization
     return to_groups(weight if isinstance(weight, Tensor) else weight.float())
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from specray.layers.parallel import RankGroup
 from specray.models.quantized_matrices import Mxfp4Experts
 from specray.models.registry import context_length, load_config, shape_of
 from specray.models.tokenizer import eos_token_ids, sampling_defaults
+from specray.ops.cpu.library import kernels
+from specray.ops.quantised_weight import QuantisedWeight
 from specray.worker.memory_plan import demand_of
 from tests.support.decoders import logits_in_chunks, logits_of
 from tests.support.engine import make_llm
@@ -54,6 +57,41 @@ def test_logits_are_those_of_the_expanded_weights(tmp_path: Path) -> None:
         assert model.max_positions == 1024
         for size in (len(TOKENS), 7):
             torch.testing.assert_close(logits_in_chunks(model, TOKENS, size), expected, atol=1e-4, rtol=0.0)
+
+
+def test_experts_keep_the_bytes_of_their_file(tmp_path: Path) -> None:
+    """And give the bits of the expanded weights in float32."""
+    quantised, plain = tmp_path / "quantised", tmp_path / "plain"
+    quantised.mkdir()
+    reference = write_gpt_oss(quantised, hidden_size=128, intermediate_size=128)
+    stored = load_file(quantised / "model.safetensors")
+    in_file = sum(part.nbytes for name, part in stored.items() if name.endswith(("_blocks", "_scales")))
+    copytree(quantised, plain)
+    config = json.loads((plain / "config.json").read_text())
+    del config["quantization_config"]
+    (plain / "config.json").write_text(json.dumps(config))
+    save_file(reference.state_dict(), plain / "model.safetensors")
+    seen = []
+    for folder in (quantised, plain):
+        with make_llm(folder) as llm:
+            model: Any = llm._executor.worker.model
+            experts = [part.packed_experts for part in model.modules() if hasattr(part, "packed_experts")]
+            if folder == quantised and kernels() is not None:
+                assert sum(run.num_bytes for each in experts for run in (*each._ups, *each._downs)) <= 1.05 * in_file
+            seen.append(logits_in_chunks(model, TOKENS, 7))
+    assert len(experts) == 2
+    assert torch.equal(*seen)
+
+
+def test_experts_run_in_the_grouped_product(tmp_path: Path) -> None:
+    """In Triton's interpreter, with biases, as they are stored."""
+    pytest.importorskip("triton")
+    expected = logits_of(write_gpt_oss(tmp_path), TOKENS)
+    with make_llm(tmp_path, moe_runner_backend="triton") as llm:
+        model: Any = llm._executor.worker.model
+        torch.testing.assert_close(logits_in_chunks(model, TOKENS, len(TOKENS)), expected, atol=1e-3, rtol=0.0)
+        experts = [part.packed_experts for part in model.modules() if hasattr(part, "packed_experts")]
+    assert all(isinstance(run.matrix, QuantisedWeight) for each in experts for run in (each._ups, each._downs))
 
 
 @pytest.mark.parametrize(
