@@ -16,6 +16,7 @@ EMBEDDED_MODEL = "smollm2-135m-instruct"
 MAX_TREE_NODES = 128  # of a draft tree, its root included
 
 MAX_DRAFTERS = 8  # loaded side by side
+QUANTIZATION_DEVICES = {"int8": "cpu", "int4": "cpu", "fp8": "cuda"}  # that have kernels; `auto` has them everywhere
 
 Rate = Annotated[float, Field(ge=0.0, le=1.0)]
 DrafterName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
@@ -27,6 +28,20 @@ KVCacheDtype = Literal["auto", "int8", "fp8", "fp8_e4m3", "fp8_e5m2"]  # fp8 is 
 
 
 Model = TypeVar("Model", bound=BaseModel)
+
+
+def quantization_obstacle(option: str, name: str | None, device: str, dtype: str) -> str | None:
+    """Why quantization `name`, the value of `option`, cannot have this device or type of activations; None if it can.
+
+    With "auto" for either, this is known when a model is loaded.
+    """
+    kind = QUANTIZATION_DEVICES.get(name or "", device)
+    if device not in ("auto", kind):
+        other = "int8" if kind == "cuda" else "fp8"
+        return f"has kernels for {kind} only, but device={device}; set {option}: {other} or device: {kind}"
+    if name == "fp8" and dtype not in ("auto", "bfloat16"):
+        return f"works only with bfloat16, not dtype={dtype}; set dtype: bfloat16 or {option}: null"
+    return None
 
 
 def with_values(model: Model, **values: object) -> Model:
@@ -608,23 +623,18 @@ class EngineConfig(Options):
 
     @model_validator(mode="after")
     def _check_quantization(self) -> Self:
-        kinds = {"int8": "cpu", "int4": "cpu", "fp8": "cuda"}
-        drafts = [
-            ("speculative.draft_model_quantization", member.draft_model_quantization)
+        asked = [("quantization", self.quantization, self.dtype)]
+        asked += [
+            (
+                "speculative.draft_model_quantization",
+                member.draft_model_quantization,
+                self.dtype if member.draft_dtype == "auto" else member.draft_dtype,
+            )
             for member in self.speculative.members.values()
         ]
-        for name, kind in (("quantization", self.quantization), *drafts):
-            if kind in kinds and self.device not in ("auto", kinds[kind]):
-                other = "int8" if kind == "fp8" else "fp8"
-                raise ConfigError(
-                    f"{name}={kind} has kernels for {kinds[kind]} only, but device={self.device}; set {name}: {other} "
-                    f"or device: {kinds[kind]}"
-                )
-        if self.quantization == "fp8" and self.dtype not in ("auto", "bfloat16"):
-            raise ConfigError(
-                f"quantization=fp8 works only with bfloat16, not dtype={self.dtype}; set dtype: bfloat16 or "
-                "quantization: null"
-            )
+        for option, name, dtype in asked:
+            if reason := quantization_obstacle(option, name, self.device, dtype):
+                raise ConfigError(f"{option}={name} {reason}")
         return self
 
     @model_validator(mode="after")

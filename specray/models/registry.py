@@ -3,7 +3,7 @@
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -122,6 +122,14 @@ def _transformers_config(folder: Path) -> PretrainedConfig:
 def is_native(config: PretrainedConfig) -> bool:
     """Whether a class of MODELS computes the model of a config that `load_config` has read."""
     return bool(getattr(config, "is_native", True))
+
+
+def expands(config: PretrainedConfig, quantization: str | None) -> Callable[[str], bool]:
+    """Whether the model of a config expands a matrix of this name that its checkpoint has quantised."""
+    if quantization not in (None, "auto"):
+        return lambda name: True  # noqa: ARG005
+    suffixes = MODELS[_architectures(config)[0]].expanded if is_native(config) else ()
+    return lambda name: name.endswith(suffixes)
 
 
 def shape_of(config: PretrainedConfig, group: RankGroup) -> ModelShape:

@@ -7,7 +7,7 @@ weight, whatever the names of its parts are.
 import json
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Protocol, Self
@@ -75,16 +75,17 @@ class WeightReader:
         names = [name for name in self._file_of if name.endswith(KV_SCALES)]
         return [name for name in names if bool((self._stored(name).float() != 1).any())]
 
-    def num_bytes(self, itemsize: int, expands: bool) -> int:
-        """Bytes of all tensors with numbers of `itemsize` bytes. Reads headers only.
+    def num_bytes(self, itemsize: int, expands: Callable[[str], bool]) -> int:
+        """Bytes of all tensors with numbers of `itemsize` bytes. Reads headers, and the order of desc_act's inputs.
 
-        Unless one `expands` them, quantised matrices take those of their files, and scales for each output.
+        Quantised matrices take those of their files, and scales for each output, unless the model `expands` them by
+        their names or no kernel has their groups.
         """
         weights, kept = sum(self._stored(name).numel() for name in self._names.plain), 0
         for name, parts in self._names.parts.items():
             matrix = self.matrix(name)
             assert matrix is not None
-            if expands:
+            if matrix.group is None or expands(name):
                 weights += math.prod(matrix.shape)
             else:
                 stored = [self._stored(part) for part in parts]

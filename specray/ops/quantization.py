@@ -9,12 +9,12 @@ channel, activations one for each row.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specray.config import QUANTIZATION_DEVICES, quantization_obstacle
 from specray.errors import ConfigError
 from specray.ops.device_ops import ops_on
 from specray.ops.grouped_weight import GroupedWeight, to_int4, to_int8
@@ -41,36 +41,12 @@ def make_fp8_linear(weight: Tensor, bias: Tensor | None = None) -> Callable[[Ten
     return linear
 
 
-class Quantization(NamedTuple):
-    """How a weight is rounded on a CPU, and why a device does not support the quantization, if it does not."""
-
-    round: Callable[[Tensor], GroupedWeight] | None
-    obstacle: Callable[[torch.device, torch.dtype], str | None]
-
-
-def _cpu_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:  # noqa: ARG001
-    if device.type == "cpu":
-        return None
-    return f"its kernels run on CPU, and the device is {device.type}; set quantization: fp8 or null"
-
-
-def _no_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:  # noqa: ARG001
-    return None
-
-
-def _fp8_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
-    if device.type != "cuda":
-        return f"its kernels run on GPUs, and the device is {device.type}; set quantization: int8, int4 or null"
-    if torch.cuda.get_device_capability(device) < (8, 9):
-        return "it needs a GPU of compute capability 8.9 (Ada, Hopper) or later; set quantization: null"
-    return None if dtype is torch.bfloat16 else f"it works only with bfloat16, not {dtype}; set dtype: bfloat16"
-
-
-QUANTIZATIONS = {
-    "int8": Quantization(to_int8, _cpu_obstacle),
-    "int4": Quantization(to_int4, _cpu_obstacle),
-    "auto": Quantization(None, _no_obstacle),
-    "fp8": Quantization(None, _fp8_obstacle),
+# How a weight is rounded on a CPU, by the name of the quantization.
+QUANTIZATIONS: dict[str, Callable[[Tensor], GroupedWeight] | None] = {
+    "int8": to_int8,
+    "int4": to_int4,
+    "auto": None,
+    "fp8": None,
 }
 
 
@@ -80,10 +56,13 @@ def check_quantization(name: str | None, device: torch.device, dtype: torch.dtyp
         return
     if name not in QUANTIZATIONS:
         raise ConfigError(f"quantization={name!r} is not known; choose one of {', '.join(QUANTIZATIONS)}, or null")
-    if reason := QUANTIZATIONS[name].obstacle(device, dtype):
-        raise ConfigError(f"quantization={name} does not work here: {reason}")
+    reason = quantization_obstacle("quantization", name, device.type, str(dtype).removeprefix("torch."))
+    if reason is None and name == "fp8" and torch.cuda.get_device_capability(device) < (8, 9):
+        reason = "needs a GPU of compute capability 8.9 (Ada, Hopper) or later; set quantization: null"
+    if reason is not None:
+        raise ConfigError(f"quantization={name} {reason}")
 
 
-def quantization_of_choice(device: torch.device, dtype: torch.dtype) -> str | None:
+def quantization_of_choice(device: torch.device) -> str | None:
     """The quantization for weights that affect only speed, such as a drafter's: int8 where it runs, else none."""
-    return None if QUANTIZATIONS["int8"].obstacle(device, dtype) else "int8"
+    return "int8" if device.type == QUANTIZATION_DEVICES["int8"] else None

@@ -77,13 +77,18 @@ def draft_dtype(config: SpeculativeConfig, target: TargetView) -> torch.dtype:
 
 
 def draft_quantization(config: SpeculativeConfig, target: TargetView) -> str | None:
-    """Quantization of the drafter's linears: its own or the target's. ConfigError if the device does not support it."""
-    name = config.draft_model_quantization or target.quantization
-    if name == "auto":
-        name = quantization_of_choice(target.device, draft_dtype(config, target))
-    name = None if name == "unquant" else name
+    """See `wanted_quantization`. ConfigError if the device does not support it."""
+    name = wanted_quantization(config, target.quantization, target.device)
     check_quantization(name, target.device, draft_dtype(config, target))
     return name
+
+
+def wanted_quantization(config: SpeculativeConfig, of_target: str | None, device: torch.device) -> str | None:
+    """Quantization of the drafter's linears: its own or the target's."""
+    name = config.draft_model_quantization or of_target
+    if name == "auto":
+        return quantization_of_choice(device)
+    return None if name == "unquant" else name
 
 
 def target_matrices(config: SpeculativeConfig, target: TargetView) -> TargetMatrices:

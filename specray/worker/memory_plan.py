@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import resource
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,11 +22,12 @@ from specray.layers.parallel import RankGroup
 from specray.models.files import resolve_draft
 from specray.models.heads.mtp_layouts import find_layout
 from specray.models.llama_shape import check_heads
-from specray.models.registry import is_native
+from specray.models.registry import expands, is_native
 from specray.models.target_model import ModelShape
 from specray.models.weights import WeightReader
 from specray.ops.attention import row_bytes
 from specray.spec_decode import method_of, splits_draft_models
+from specray.spec_decode.draft_setup import wanted_quantization
 from specray.worker.buckets import buckets, draft_row_buckets
 from specray.worker.memory import memory_fraction, weight_options
 from specray.worker.remote_drafter.handshake import DraftPlacement
@@ -146,14 +148,14 @@ def demand_of(
     for drafter in filter(_has_draft_model, drafters):
         if drafter.draft_model_path is None:  # layers of the target's own checkpoint, like its others
             ranks_of_layer = ranks if is_native(model_config) else 1  # transformers' modules are whole on every rank
-            expands = config.quantization not in (None, "auto") or not is_native(model_config)
-            count, own_weights = _mtp_layers(folder, config.load_format, shape, dtype, expands)
+            expanded = expands(model_config, config.quantization)
+            count, own_weights = _mtp_layers(folder, config.load_format, shape, dtype, expanded)
             weights += own_weights // ranks_of_layer
             token += count * _layer_bytes(shape, dtype) * (group.size // ranks_of_layer)
             if count > 1:  # see StackDrafter, which keeps their outputs
                 token += count * shape.hidden_size * dtype.itemsize
         else:
-            own_weights, own_token = _draft(drafter, dtype, ranks)
+            own_weights, own_token = _draft(drafter, config.quantization, device, dtype, ranks)
             weights, token = weights + own_weights, token + own_token
     if device.type == "cuda":
         width = _layer_width(model_config, shape)
@@ -196,27 +198,29 @@ def _has_draft_model(drafter: SpeculativeConfig) -> bool:
     return "draft_model_path" in method_of(drafter.algorithm or "").options
 
 
-def _draft(speculative: SpeculativeConfig, dtype: torch.dtype, ranks: int) -> tuple[int, int]:
-    """(bytes of the draft model's weights, bytes of its KV of a token), on one of `ranks`."""
+def _draft(
+    speculative: SpeculativeConfig, of_target: str | None, device: torch.device, dtype: torch.dtype, ranks: int
+) -> tuple[int, int]:
+    """(bytes of the draft model's weights, bytes of its KV of a token), on one of `ranks`.
+
+    `of_target` is the target's quantization.
+    """
     try:
         folder = resolve_draft(speculative, progress=False)
         sizes = _sizes(folder)
         ranks = ranks if _can_share(sizes, ranks) else 1  # it is whole on each
-        return _weight_bytes(folder, speculative.draft_load_format, dtype) // ranks, _token_bytes(sizes, dtype, ranks)
+        is_rounded = wanted_quantization(speculative, of_target, device) is not None
+        with WeightReader(folder, speculative.draft_load_format) as reader:
+            weights = reader.num_bytes(dtype.itemsize, lambda name: is_rounded)  # noqa: ARG005
+        return weights // ranks, _token_bytes(sizes, dtype, ranks)
     # Its own process reports the error; the target serves without drafts.
     except (ConfigError, OSError, TypeError, ValueError) as error:
         logger.warning("no memory is planned for the draft model: %s", error)
         return 0, 0
 
 
-def _weight_bytes(folder: Path, load_format: str, dtype: torch.dtype) -> int:
-    """Bytes of a checkpoint's weights in `dtype`, as if all were expanded."""
-    with WeightReader(folder, load_format) as reader:
-        return reader.num_bytes(dtype.itemsize, expands=True)
-
-
 def _mtp_layers(
-    folder: Path, load_format: str, shape: ModelShape, dtype: torch.dtype, expands: bool
+    folder: Path, load_format: str, shape: ModelShape, dtype: torch.dtype, expanded: Callable[[str], bool]
 ) -> tuple[int, int]:
     """(number of MTP layers in a target's checkpoint, bytes of their weights).
 
@@ -226,7 +230,7 @@ def _mtp_layers(
         layout, numbers = find_layout(reader.names()) or (None, [])
         has_outputs = layout is not None and layout.output is not None
         output = shape.vocab_size * shape.hidden_size * dtype.itemsize * has_outputs
-        others = max(0, reader.num_bytes(dtype.itemsize, expands) - len(numbers) * output)
+        others = max(0, reader.num_bytes(dtype.itemsize, expanded) - len(numbers) * output)
     return len(numbers), len(numbers) * (others // (shape.num_layers + len(numbers)) + output)
 
 

@@ -16,9 +16,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.layers.parallel import RankGroup, SilentRank
-from specray.models.registry import load_config, shape_of
+from specray.models.registry import expands, load_config, shape_of
 from specray.models.transformers_skeleton import build_skeleton
 from specray.models.transformers_states import state_layers, states_of_pass
+from specray.models.weights import WeightReader
 from specray.ops.states import StatePass, StateRows
 from specray.worker import memory_plan
 from specray.worker.buckets import MAX_TOKENS, Bucket, buckets, node_buckets, row_buckets
@@ -159,11 +160,39 @@ def test_layers_of_the_targets_own_checkpoint_are_counted_like_its_others(name: 
     assert seen.weights == count * (2 * (weights - count * own) // (shape.num_layers + count) + 2 * own)
 
 
-def test_a_quantised_draft_model_is_counted_as_it_is_expanded(toy: Path, tmp_path: Path) -> None:
+def test_a_quantised_draft_model_is_counted_as_it_is_held(toy: Path, tmp_path: Path) -> None:
     draft = write_gpt_oss(tmp_path)
-    speculative = SpeculativeConfig(algorithm="STANDALONE", draft_model_path=str(tmp_path))
-    weights = demand(toy, CPU, speculative=speculative).weights
-    assert weights == 2 * sum(parameter.numel() for parameter in draft.parameters())
+    stored = load_file(tmp_path / "model.safetensors")
+    experts = sum(part.nbytes for name, part in stored.items() if name.endswith(("_blocks", "_scales")))
+    plain = 2 * sum(part.numel() for name, part in stored.items() if not name.endswith(("_blocks", "_scales")))
+    for quantization, expected in (
+        (None, plain + experts),
+        ("unquant", plain + experts),
+        ("int8", 2 * sum(parameter.numel() for parameter in draft.parameters())),
+    ):
+        speculative = SpeculativeConfig(
+            algorithm="STANDALONE", draft_model_path=str(tmp_path), draft_model_quantization=quantization
+        )
+        assert demand(toy, CPU, speculative=speculative).weights == pytest.approx(expected, rel=0.01), quantization
+
+
+def test_matrices_that_are_expanded_are_counted_so(tmp_path: Path) -> None:
+    """GPTQ's with desc_act, whose groups are not of neighbours, and DeepSeek's of each head."""
+    write_deepseek(tmp_path)
+    sizes = []
+    for name in ("fp8 of a tensor", "gptq by activation"):
+        folder = quantise_model(tmp_path, tmp_path / name, METHODS[name])
+        with WeightReader(folder) as reader:
+            ways = (
+                expands(load_config(folder), None),
+                lambda name: "kv_b_proj" in name,
+                lambda _: True,
+                lambda _: False,
+            )
+            sizes.append([reader.num_bytes(2, way) for way in ways])
+    (fp8, but_kv_b, everything, nothing), (desc_act, *others) = sizes
+    assert nothing < fp8 == but_kv_b < everything
+    assert [desc_act] * 3 == others
 
 
 def test_mtp_layers_of_a_quantised_checkpoint_are_counted_as_they_are_stored(tmp_path: Path) -> None:
