@@ -1,6 +1,7 @@
 """Weight matrices on a GPU as functions of activations, by Triton's tiled products.
 
-These compute rows that do not affect each other (`deterministic: true`), and decode codes in registers.
+These compute rows that do not affect each other (`deterministic: true`), and decode codes in registers. Codes of fp8
+are not left to torch._scaled_mm, which multiplies activations that are rounded to fp8.
 """
 
 from collections.abc import Callable
@@ -40,7 +41,7 @@ class TiledMatrix:
         self._bias = bias
         self._num_programs = num_processors(weight.device)
         is_coded = isinstance(weight, QuantisedWeight)
-        self._columns = COLUMNS[1] if is_coded else tile_columns(len(weight), self._num_programs)
+        self._columns = COLUMNS[1] if is_coded else tile_columns(weight.shape[0], self._num_programs)
         self.is_row_wise = in_fixed_order
 
     @property

@@ -39,6 +39,7 @@ from tests.support.heads import write_random_head
 from tests.support.mtp import write_deepseek, write_mimo_layers
 from tests.support.published_mtp import FAMILIES, write_published
 from tests.support.quantised import METHODS, quantise_model
+from tests.support.toy import write_toy
 
 GIB = 1 << 30
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -173,15 +174,17 @@ def test_a_quantised_draft_model_is_counted_as_it_is_held(toy: Path, tmp_path: P
         speculative = SpeculativeConfig(
             algorithm="STANDALONE", draft_model_path=str(tmp_path), draft_model_quantization=quantization
         )
-        assert demand(toy, CPU, speculative=speculative).weights == pytest.approx(expected, rel=0.01), quantization
+        assert demand(toy, CPU, speculative=speculative).weights == pytest.approx(expected, rel=0.02), quantization
 
 
 def test_matrices_that_are_expanded_are_counted_so(tmp_path: Path) -> None:
     """GPTQ's with desc_act, whose groups are not of neighbours, and DeepSeek's of each head."""
-    write_deepseek(tmp_path)
     sizes = []
-    for name in ("fp8 of a tensor", "gptq by activation"):
-        folder = quantise_model(tmp_path, tmp_path / name, METHODS[name])
+    for write, name in ((write_deepseek, "fp8 of a tensor"), (write_toy, "gptq by activation")):
+        plain = tmp_path / write.__name__
+        plain.mkdir()
+        write(plain)
+        folder = quantise_model(plain, tmp_path / name, METHODS[name])
         with WeightReader(folder) as reader:
             ways = (
                 expands(load_config(folder), None),
