@@ -27,7 +27,7 @@ class Pairs(NamedTuple):
 
     @property
     def of_own_rows(self) -> "Pairs":
-        """The same pairs, each with a row of its own."""
+        """Those pairs, each with a row of its own."""
         return self._replace(share=1)
 
 
