@@ -623,7 +623,7 @@ class EngineConfig(Options):
 
     @model_validator(mode="after")
     def _check_quantization(self) -> Self:
-        asked = [("quantization", self.quantization, self.dtype)]
+        asked: list[tuple[str, str | None, str]] = [("quantization", self.quantization, self.dtype)]
         asked += [
             (
                 "speculative.draft_model_quantization",

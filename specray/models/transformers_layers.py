@@ -325,14 +325,14 @@ def pack_experts(
         from specray.ops.gpu.experts import ExpertMatrices
 
         return GroupedPackedExperts(ExpertMatrices(ups, up_biases), ExpertMatrices(downs, down_biases), group)
-    linears = [
+    up_linears, down_linears = (
         [
             make_linear(weight, None if biases is None else biases[index], quantization)
             for index, weight in enumerate(weights)
         ]
         for weights, biases in ((ups, up_biases), (downs, down_biases))
-    ]
-    return PackedExperts(*linears, group)
+    )
+    return PackedExperts(up_linears, down_linears, group)
 
 
 def _taken(

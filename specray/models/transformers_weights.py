@@ -236,7 +236,7 @@ class _Filling:
         self._packed: dict[str, dict[str, Any]] = {}  # the weight and bias of each linear, until both are there
         self._experts: dict[str, dict[str, Sequence[QuantisedWeight]]] = {}  # that stay as they are stored
 
-    def set(self, name: str, value: str | Tensor | Sequence[QuantisedWeight]) -> None:
+    def set(self, name: str, value: Any) -> None:
         """Parameter or buffer `name`: a tensor, the name of a stored one, or each expert's matrix [out, in]."""
         path, _, key = name.rpartition(".")
         if path in self._empty:
@@ -283,7 +283,8 @@ class _Filling:
             group = self._loader.group if path in self._split.experts else RankGroup()
             at_once = groups_experts(self._loader.moe_runner_backend, self._loader.quantization, self._loader.device)
             stored = self._experts.pop(path, {})
-            module.packed_experts = pack_experts(module, stored, self._loader.quantization, group, at_once)
+            packed: Any = pack_experts(module, stored, self._loader.quantization, group, at_once)
+            module.packed_experts = packed
 
     def _pack_attention(self, path: str, options: tuple[str | None, torch.dtype]) -> None:
         """Replace an attention module once all its linears are there."""

@@ -262,7 +262,7 @@ inline Nibbles e2m1_integers(Nibbles codes) {
 // 32 bits of eight inputs, or 16 bits of two.
 template <int KIND>
 struct Decoder {
-  static constexpr bool IS_INTEGER = KIND != E4M3, IS_SMALL = KIND == E2M1 || KIND == INT4 || KIND == INT4_ZEROS;
+  static constexpr bool IS_INTEGER = KIND != E4M3, IS_SMALL = KIND == E2M1 || KIND == INT4;
   static constexpr int PAIRS = IS_SMALL ? 4 : 1;  // of inputs
   static constexpr int BYTES = IS_SMALL ? 4 * WIDTH : 2 * WIDTH;
   static constexpr float FACTOR = KIND == E4M3 ? 0x1p120f : KIND == E2M1 ? 0.5f : 1.0f;  // floats' exponents are larger
@@ -308,7 +308,7 @@ struct CodedGroup {
       const int64_t place = int64_t(group) * LANES + n * WIDTH;
       scale[n] = scales(matrix.scale_type, block, place) * Decoder<KIND>::FACTOR;
       zero[n] = splat(int32_t(Decoder<KIND>::ZERO));
-      if (has_zeros(KIND)) zero[n] = load_ints(block + first_zero(matrix) + place);
+      if (has_zeros(matrix.kind)) zero[n] = load_ints(block + first_zero(matrix) + place);
     }
   }
 
@@ -424,16 +424,16 @@ inline void rounded_tile(
     for (int n = 0; n < N; ++n) store(out[r] + n * WIDTH, sums[r][n]);
 }
 
-// Calls `work` with a coded kind as a constant.
+// Calls `work` with a coded kind as a constant, of which one stands for those with and without zeros.
 template <class Work>
 inline void with_code(int kind, const Work& work) {
   switch (kind) {
     case E4M3: return work(std::integral_constant<int, E4M3>());
     case E2M1: return work(std::integral_constant<int, E2M1>());
-    case INT8: return work(std::integral_constant<int, INT8>());
-    case INT4: return work(std::integral_constant<int, INT4>());
-    case INT8_ZEROS: return work(std::integral_constant<int, INT8_ZEROS>());
-    case INT4_ZEROS: return work(std::integral_constant<int, INT4_ZEROS>());
+    case INT8:
+    case INT8_ZEROS: return work(std::integral_constant<int, INT8>());
+    case INT4:
+    case INT4_ZEROS: return work(std::integral_constant<int, INT4>());
   }
 }
 
@@ -460,9 +460,10 @@ inline void tile_of(
   if (is_coded(matrix.kind)) {
     return with_code(matrix.kind, [&](auto kind) {
       with_rows<MAX_CODED>(count, [&](auto num_rows) {
-        if (kind.value != E4M3 && matrix.rounds_rows)
-          return rounded_tile<num_rows.value, kind.value>(matrix, block, rows, first, fetch, out);
-        coded_tile<num_rows.value, kind.value>(matrix, block, rows, first, fetch, out);
+        constexpr int R = num_rows.value, KIND = kind.value;
+        if constexpr (KIND != E4M3)
+          if (matrix.rounds_rows) return rounded_tile<R, KIND>(matrix, block, rows, first, fetch, out);
+        coded_tile<R, KIND>(matrix, block, rows, first, fetch, out);
       });
     });
   }

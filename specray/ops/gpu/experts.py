@@ -22,7 +22,7 @@ class Pairs(NamedTuple):
     """Pairs of a row and an expert. Pair p is of row p // `share`."""
 
     blocks: tuple[Tensor, Tensor]  # see `expert_blocks`
-    count: int
+    num_pairs: int
     share: int
 
     @property
@@ -49,15 +49,15 @@ class ExpertMatrices:
     def __call__(self, x: Tensor, pairs: Pairs, dtype: torch.dtype) -> Tensor:
         """The result has type `dtype`."""
         outs, ins = self.matrix.shape[0] // self.num_experts, self.matrix.shape[1]
-        out = torch.empty(pairs.count, outs, dtype=dtype, device=x.device)
-        if pairs.count:
+        out = torch.empty(pairs.num_pairs, outs, dtype=dtype, device=x.device)
+        if pairs.num_pairs:
             launch = launch_of(self.matrix, self._biases, x.dtype)
             multiply_pairs[(len(pairs.blocks[0]), triton.cdiv(outs, COLUMNS))](
                 out,
                 x.contiguous(),
                 *launch.parts,
                 *pairs.blocks,
-                pairs.count,
+                pairs.num_pairs,
                 outs,
                 ins,
                 *launch.groups,
