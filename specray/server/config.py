@@ -214,7 +214,7 @@ class ServerConfig(Options):
 
 
 class RoutingOptions(Options):
-    """How much imbalance of load a cached prefix or a session may cause."""
+    """Which engines an ingress uses, and how much imbalance of load a cached prefix or a session may cause."""
 
     max_load_ratio: float = Field(
         1.5,
@@ -233,6 +233,12 @@ class RoutingOptions(Options):
         ge=1,
         le=10_000_000,
         description="Blocks per replica in the ingress's prefix index, about 100 bytes each.",
+    )
+    engines_per_ingress: int = Field(
+        16,
+        ge=1,
+        le=1024,
+        description="Engines that an ingress has streams to, of more; each engine has at least two ingresses.",
     )
 
 

@@ -167,7 +167,7 @@ class RouterClient(RouterCalls):
 
     @property
     def state(self) -> ReplicaState:
-        """The router's state, for `choose_route`."""
+        """The router's state, for `choose_replica`."""
         heartbeat = self._heartbeat
         return ReplicaState(
             self.replica_id,

@@ -1,6 +1,6 @@
 """Routing policy: the replica with the longest cached prefix, within a bounded imbalance of load.
 
-`choose_route` is a pure function of the replicas' states. `PrefixIndex` estimates what each replica has cached; the
+`choose_replica` is a pure function of the replicas' states. `PrefixIndex` estimates what each replica has cached; the
 actual cache lives in `specray.engine.radix_cache`.
 """
 
@@ -12,7 +12,7 @@ from hashlib import blake2b
 from itertools import accumulate
 from math import inf
 from random import Random
-from typing import Literal, NamedTuple, TypeGuard
+from typing import TypeGuard
 
 from specray.server.config import RoutingOptions
 
@@ -38,37 +38,30 @@ class ReplicaState:
         return self.is_alive and not self.is_draining
 
 
-class Route(NamedTuple):
-    """Replica IDs in the order to try them, possibly none, and why the first one was chosen."""
-
-    replica_ids: list[str]
-    reason: Literal["prefix", "session", "load", "none"]
-
-
-def choose_route(
+def choose_replica(
     replicas: Sequence[ReplicaState],
     cached: Mapping[str, int],
     random: Random,
     options: RoutingOptions,
     session: str = "",
     prefixes: Sequence[int] = (),
-) -> Route:
-    """The open replicas for a request: the best one first, then the others by load, those of last resort last.
+) -> str | None:
+    """The replica for a request; None if none is open.
 
     `cached` is the number of the prompt's tokens that each replica is believed to have cached. `session` is any text
     that related requests share; the caller includes its tenant. `prefixes` are `PrefixIndex.hashes` of the prompt.
 
-    Candidates for the first place have a load of at most `max_load_ratio` times the least, plus `load_slack`. The
-    longest cached prefix wins. Ties are common, because a prefix that all requests share is soon cached everywhere. A
-    session breaks ties by rendezvous hashing: it moves only if its replica leaves or is overloaded, and every ingress
-    moves it to the same replica. Without a session, so does the shortest prefix that none of the equals has cached:
-    requests that share it meet at the same replica from every ingress, although no ingress knows what others sent. A
-    prompt without such a prefix goes to the less loaded of two random candidates. Always taking the least loaded one
-    would make all ingresses, whose states lag behind, choose the same replica. O(R log R).
+    Candidates have a load of at most `max_load_ratio` times the least, plus `load_slack`. The longest cached prefix
+    wins. Ties are common, because a prefix that all requests share is soon cached everywhere. A session breaks ties by
+    rendezvous hashing: it moves only if its replica leaves or is overloaded, and every ingress moves it to the same
+    replica. Without a session, so does the shortest prefix that none of the equals has cached: requests that share it
+    meet at the same replica from every ingress, although no ingress knows what others sent. A prompt without such a
+    prefix goes to the less loaded of two random candidates. Always taking the least loaded one would make all
+    ingresses, whose states lag behind, choose the same replica.
     """
     is_open = [r for r in replicas if r.is_open]
     if not is_open:
-        return Route([], "none")
+        return None
     live = [r for r in is_open if not r.is_last_resort] or is_open
     loads = _loads(live)
     open_ids = _within_bound(live, loads, options)
@@ -76,14 +69,10 @@ def choose_route(
     equal = [replica_id for replica_id in open_ids if cached.get(replica_id, 0) == longest]
     num_known = longest // options.prefix_block_size
     if session:
-        first = in_order_of(session, equal)[0]
-    elif num_known < len(prefixes):
-        first = _home(str(prefixes[num_known]), equal, loads)
-    else:
-        first = _lighter_of_two(equal, loads, random)
-    rest = sorted(loads.keys() - {first}, key=lambda replica_id: (loads[replica_id], replica_id))
-    last = sorted(r.replica_id for r in is_open if r.replica_id not in loads)
-    return Route([first, *rest, *last], "prefix" if longest else "session" if session else "load")
+        return in_order_of(session, equal)[0]
+    if num_known < len(prefixes):
+        return _home(str(prefixes[num_known]), equal, loads)
+    return _lighter_of_two(equal, loads, random)
 
 
 def in_order_of(key: str, names: Iterable[str]) -> list[str]:

@@ -31,7 +31,7 @@ from specray.server.routing.client import (
     RouterLostError,
 )
 from specray.server.routing.messages import RouterInfo
-from specray.server.routing.policy import PrefixIndex, choose_route
+from specray.server.routing.policy import PrefixIndex, choose_replica
 from specray.server.routing.progress import RequestProgress
 from specray.server.routing.promotion import promote_shadows
 from specray.server.routing.rollout import DrafterRollout
@@ -259,14 +259,17 @@ class RouterPool:
         addition to refusing the requests, and that notification must not reach the next router's listener.
         """
         prefixes = self._prefixes.hashes(requests[0].cache_salt, requests[0].prompt_token_ids)
-        states = [client.state for client in self._clients.values()]
         cached = self._prefixes.cached(prefixes)
-        route = choose_route(states, cached, self._random, self._config.routing, session, prefixes)
         refusal: SpecRayError = EngineDeadError(NOT_READY)
-        for replica_id in route.replica_ids[:MAX_TRIES]:
-            client = self._clients.get(replica_id)
-            if client is None:
-                continue
+        tried: set[RouterClient] = set()
+        while len(tried) < MAX_TRIES:
+            # Chosen anew for each try, which may have taken seconds: others have been lost since.
+            states = [client.state for client in self._clients.values() if client not in tried]
+            replica_id = choose_replica(states, cached, self._random, self._config.routing, session, prefixes)
+            if replica_id is None:
+                break
+            client = self._clients[replica_id]
+            tried.add(client)
             try:
                 await client.submit(requests, new_listener())
             except RouterLostError as error:
@@ -327,7 +330,8 @@ class RouterPool:
         states = [client.state for client in self._clients.values()]
         is_free = any(state.is_open and not state.is_last_resort for state in states)
         self._breadth.update(self._clock(), is_free=is_free, has_all=running <= self._subset)
-        self._subset = engines_of(self._directory.place(), sorted(running), self._breadth.value)
+        usual = self._config.routing.engines_per_ingress
+        self._subset = engines_of(self._directory.place(), sorted(running), usual, self._breadth.value)
         for replica_id in self._subset - self._clients.keys():
             self._connect(replica_id)
         for replica_id, client in self._clients.items():

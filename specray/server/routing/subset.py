@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 from specray.server.routing.policy import in_order_of
 
-ENGINES_PER_INGRESS = 16  # with as many engines, or fewer, every ingress has a stream to each
 INGRESSES_PER_ENGINE = 2  # at least, so that no engine idles while one of them restarts
 SHORT_S = 0.5  # without an engine that takes requests, after which an ingress gets more
 LESS_AFTER_S = 30.0  # after which it tries to do without these
@@ -18,15 +17,15 @@ class IngressPlace(NamedTuple):
     num_ingresses: int = 1
 
 
-def engines_of(place: IngressPlace, engine_ids: Sequence[str], breadth: int = 1) -> set[str]:
-    """The engines that an ingress has streams to.
+def engines_of(place: IngressPlace, engine_ids: Sequence[str], usual: int, breadth: int = 1) -> set[str]:
+    """The engines that an ingress has streams to; all of them if they are at most `usual`.
 
     Each engine is given to the ingresses that come first in its order of them. So every engine has some, and nothing
-    changes for others when one starts or ends. All ingresses together have max(ENGINES_PER_INGRESS x ingresses,
+    changes for others when one starts or ends. All ingresses together have max(`usual` x ingresses,
     INGRESSES_PER_ENGINE x engines) streams, or somewhat fewer, times `breadth`, up to all engines for each.
     """
     rank, num_ingresses = place.rank, max(place.num_ingresses, place.rank + 1)
-    num_each = max(INGRESSES_PER_ENGINE, ENGINES_PER_INGRESS * num_ingresses // max(1, len(engine_ids))) * breadth
+    num_each = max(INGRESSES_PER_ENGINE, usual * num_ingresses // max(1, len(engine_ids))) * breadth
     if num_each >= num_ingresses:
         return set(engine_ids)
     ranks = [str(number) for number in range(num_ingresses)]

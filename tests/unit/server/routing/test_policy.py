@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from specray.server.config import RoutingOptions
-from specray.server.routing.policy import KV_FULL, PrefixIndex, ReplicaState, Route, choose_route, in_order_of
+from specray.server.routing.policy import KV_FULL, PrefixIndex, ReplicaState, choose_replica, in_order_of
 
 OPTIONS = RoutingOptions()
 IDS = [f"router#{index}" for index in range(6)]
@@ -43,16 +43,16 @@ def idle(replica_id: str, num_requests: int = 0) -> ReplicaState:
 
 @given(clusters, hits, st.integers(0, 99), sessions)
 @settings(max_examples=150)
-def test_a_route_holds_each_open_replica_once_and_is_deterministic(
+def test_a_choice_is_open_deterministic_and_a_last_resort_only_without_others(
     cluster: list[ReplicaState], cached: dict[str, int], seed: int, session: str
 ) -> None:
-    def route() -> Route:
-        return choose_route(cluster, cached, Random(seed), OPTIONS, session)
+    def choice() -> str | None:
+        return choose_replica(cluster, cached, Random(seed), OPTIONS, session)
 
-    able = {r.replica_id for r in cluster if r.is_alive and not r.is_draining}
-    assert sorted(route().replica_ids) == sorted(able)
-    assert route() == route()
-    assert (route().reason == "none") is (not able)
+    able = [r for r in cluster if r.is_alive and not r.is_draining]
+    preferred = {r.replica_id for r in able if not r.is_last_resort} or {r.replica_id for r in able} or {None}
+    assert choice() in preferred
+    assert choice() == choice()
 
 
 @given(clusters, hits, st.integers(0, 99), sessions, st.floats(1.0, 4.0), st.floats(0.0, 20.0))
@@ -62,55 +62,57 @@ def test_the_imbalance_is_bounded_for_any_cache_contents(
 ) -> None:
     cluster = [replace(r, acceptance_length=None, is_last_resort=False) for r in cluster]
     options = RoutingOptions(max_load_ratio=ratio, load_slack=slack)
-    ids = choose_route(cluster, cached, Random(seed), options, session).replica_ids
+    chosen = choose_replica(cluster, cached, Random(seed), options, session)
     load = {r.replica_id: r.num_requests for r in cluster}
-    if ids:
-        able = [r for r in cluster if r.replica_id in ids]
+    if chosen is not None:
+        able = [r for r in cluster if r.is_open]
         roomy = [r for r in able if r.kv_usage < KV_FULL] or able
-        assert ids[0] in {r.replica_id for r in roomy}
-        assert load[ids[0]] <= ratio * min(load[r.replica_id] for r in roomy) + slack
-        assert ids[1:] == sorted(ids[1:], key=lambda name: (load[name], name))
+        assert chosen in {r.replica_id for r in roomy}
+        assert load[chosen] <= ratio * min(load[r.replica_id] for r in roomy) + slack
 
 
 @given(hits, st.integers(0, 99), sessions)
 def test_the_longest_prefix_wins_among_equal_loads(cached: dict[str, int], seed: int, session: str) -> None:
-    route = choose_route([idle(name) for name in IDS], cached, Random(seed), OPTIONS, session)
+    chosen = choose_replica([idle(name) for name in IDS], cached, Random(seed), OPTIONS, session)
     longest = max(cached.get(name, 0) for name in IDS)
-    assert cached.get(route.replica_ids[0], 0) == longest
-    assert route.reason == ("prefix" if longest else "session" if session else "load")
+    assert chosen is not None
+    assert cached.get(chosen, 0) == longest
 
 
 def test_the_next_longest_prefix_wins_once_the_first_replica_is_overloaded() -> None:
     cached = {"a": 640, "b": 64}
     for num_requests, first in ((4, "a"), (5, "b")):
         cluster = [idle("a", num_requests), idle("b"), idle("c")]
-        assert choose_route(cluster, cached, Random(0), OPTIONS).replica_ids[0] == first
+        assert choose_replica(cluster, cached, Random(0), OPTIONS) == first
 
 
 def test_a_replica_with_a_higher_acceptance_length_takes_more_requests() -> None:
     slow, fast = (replace(idle(name, 8), acceptance_length=length) for name, length in (("slow", 1.0), ("fast", 3.0)))
     fresh = idle("fresh", 8)  # not measured yet: counts as average
-    route = choose_route([slow, fresh, fast], {}, Random(0), RoutingOptions(load_slack=0, max_load_ratio=1))
-    assert route.replica_ids == ["fast", "fresh", "slow"]
+    strict, cluster, order = RoutingOptions(load_slack=0, max_load_ratio=1), [slow, fresh, fast], []
+    while cluster:
+        order.append(choose_replica(cluster, {}, Random(0), strict))
+        cluster = [replica for replica in cluster if replica.replica_id != order[-1]]
+    assert order == ["fast", "fresh", "slow"]
 
 
-def test_a_replica_without_free_kv_comes_last() -> None:
+def test_a_replica_without_free_kv_is_left_out() -> None:
     cluster = [replace(idle("full"), kv_usage=KV_FULL), idle("busy", 40)]
-    assert choose_route(cluster, {"full": 640}, Random(0), OPTIONS).replica_ids == ["busy", "full"]
+    assert choose_replica(cluster, {"full": 640}, Random(0), OPTIONS) == "busy"
     cluster[1] = replace(cluster[1], kv_usage=1.0)
-    assert choose_route(cluster, {"full": 640}, Random(0), OPTIONS).replica_ids == ["full", "busy"]
+    assert choose_replica(cluster, {"full": 640}, Random(0), OPTIONS) == "full"
 
 
 def test_the_less_loaded_replica_wins() -> None:
     cluster = [idle("a", 9), idle("b", 3)]
-    assert choose_route(cluster, {}, Random(0), OPTIONS).replica_ids[0] == "b"
+    assert choose_replica(cluster, {}, Random(0), OPTIONS) == "b"
 
 
 @given(st.text(min_size=1), st.sets(st.sampled_from(IDS), min_size=1), st.randoms())
 def test_a_session_stays_on_its_replica_while_others_leave(session: str, gone: set[str], random: Random) -> None:
     def place(ids: list[str]) -> str:
         random.shuffle(ids)
-        return choose_route([idle(name) for name in ids], {}, Random(random.random()), OPTIONS, session).replica_ids[0]
+        return choose_replica([idle(name) for name in ids], {}, Random(random.random()), OPTIONS, session)
 
     home = place(list(IDS))
     left = [name for name in IDS if name not in gone]
@@ -120,7 +122,7 @@ def test_a_session_stays_on_its_replica_while_others_leave(session: str, gone: s
 
 def test_sessions_are_spread_evenly_and_identically_in_every_process() -> None:
     def place(session: str) -> str:
-        return choose_route([idle(name) for name in IDS], {}, Random(0), OPTIONS, session).replica_ids[0]
+        return choose_replica([idle(name) for name in IDS], {}, Random(0), OPTIONS, session)
 
     places = Counter(place(f"user {index}") for index in range(600))
     assert min(places[name] for name in IDS) > 60
@@ -130,22 +132,19 @@ def test_sessions_are_spread_evenly_and_identically_in_every_process() -> None:
 def test_a_session_on_an_overloaded_replica_moves_to_the_same_second_choice() -> None:
     def place(crowded: str) -> str:
         cluster = [idle(name, 50 if name == crowded else 0) for name in IDS]
-        return choose_route(cluster, {}, Random(0), OPTIONS, "alice").replica_ids[0]
+        return choose_replica(cluster, {}, Random(0), OPTIONS, "alice")
 
     home = place("")
     assert place(home) == place(home) != home
     others = [idle(name) for name in IDS if name != home]
-    assert choose_route(others, {}, Random(0), OPTIONS, "alice").replica_ids[0] == place(home)
+    assert choose_replica(others, {}, Random(0), OPTIONS, "alice") == place(home)
 
 
-def test_replicas_of_last_resort_come_last_and_first_only_if_all_are() -> None:
+def test_a_replica_of_last_resort_is_chosen_only_if_all_are() -> None:
     late, busy = replace(idle("late"), is_last_resort=True), idle("busy", 40)
-    assert choose_route([late, busy], {"late": 640}, Random(0), OPTIONS, "alice", [1, 2]).replica_ids == [
-        "busy",
-        "late",
-    ]
+    assert choose_replica([late, busy], {"late": 640}, Random(0), OPTIONS, "alice", [1, 2]) == "busy"
     both = [late, replace(busy, is_last_resort=True)]
-    assert choose_route(both, {}, Random(0), OPTIONS).replica_ids == ["late", "busy"]
+    assert choose_replica(both, {}, Random(0), OPTIONS) == "late"
 
 
 PREFIXES = st.lists(st.integers(), min_size=1, max_size=4)
@@ -160,7 +159,7 @@ def test_equal_prefixes_meet_at_one_replica_from_every_ingress(
     def place(names: list[str], text: list[int]) -> str:
         random.shuffle(names)
         seen = [idle(name) for name in names]
-        return choose_route(seen, {}, Random(random.random()), OPTIONS, prefixes=text).replica_ids[0]
+        return choose_replica(seen, {}, Random(random.random()), OPTIONS, prefixes=text)
 
     home = place(list(IDS), prefixes)
     assert place(list(IDS), [*prefixes, other]) == home
@@ -172,7 +171,7 @@ def test_equal_prefixes_meet_at_one_replica_from_every_ingress(
 def test_a_prefix_goes_to_its_second_home_only_while_the_first_has_more_to_do() -> None:
     def place(*loads: int) -> str:
         cluster = [idle(name, load) for name, load in zip(IDS, loads, strict=False)]
-        return choose_route(cluster, {}, Random(0), OPTIONS, prefixes=[7]).replica_ids[0]
+        return choose_replica(cluster, {}, Random(0), OPTIONS, prefixes=[7])
 
     first, second = in_order_of("7", IDS[:4])[:2]
     for load, expected in ((0, first), (1, first), (2, second), (4, second)):
@@ -183,13 +182,13 @@ def test_among_replicas_with_a_common_prefix_what_follows_it_decides() -> None:
     """A system prompt is cached everywhere; each conversation below it still meets its own replica."""
     cached = dict.fromkeys(IDS, 2 * OPTIONS.prefix_block_size)
     places = {
-        choose_route([idle(name) for name in IDS], cached, Random(seed), OPTIONS, prefixes=[1, 2, user]).replica_ids[0]
+        choose_replica([idle(name) for name in IDS], cached, Random(seed), OPTIONS, prefixes=[1, 2, user])
         for user in range(60)
         for seed in range(2)
     }
     assert places == set(IDS)
     one = [
-        choose_route([idle(name) for name in IDS], cached, Random(seed), OPTIONS, prefixes=[1, 2, 3]).replica_ids[0]
+        choose_replica([idle(name) for name in IDS], cached, Random(seed), OPTIONS, prefixes=[1, 2, 3])
         for seed in range(8)
     ]
     assert len(set(one)) == 1
@@ -202,7 +201,7 @@ def test_hashes_are_equal_in_every_process() -> None:
 def test_without_prefix_or_session_the_less_loaded_of_two_random_replicas_wins() -> None:
     cluster = [idle(name, index) for index, name in enumerate(IDS[:4])]
     random = Random(3)
-    firsts = Counter(choose_route(cluster, {}, random, OPTIONS).replica_ids[0] for _ in range(3000))
+    firsts = Counter(choose_replica(cluster, {}, random, OPTIONS) for _ in range(3000))
     assert firsts[IDS[3]] == 0  # the heaviest never wins a pair
     shares = [firsts[name] / 3000 for name in IDS[:3]]
     assert shares == pytest.approx([3 / 6, 2 / 6, 1 / 6], abs=0.05)
@@ -283,7 +282,7 @@ class Conversations:
         hashes = self.index.hashes("", text)
         cached = self.index.cached(hashes)
         cluster = [idle(name, loads[name]) for name in self.ids]
-        place = choose_route(cluster, cached if self._by_prefix else {}, self._random, OPTIONS).replica_ids[0]
+        place = choose_replica(cluster, cached if self._by_prefix else {}, self._random, OPTIONS)
         self.num_tokens += len(text)
         self.num_hits += cached.get(place, 0)
         self.index.record(place, hashes)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specray.server.config import RoutingOptions
 from specray.server.routing.subset import (
-    ENGINES_PER_INGRESS,
     INGRESSES_PER_ENGINE,
     LESS_AFTER_S,
     SHORT_S,
@@ -16,6 +16,7 @@ from specray.server.routing.subset import (
     engines_of,
 )
 
+USUAL = RoutingOptions().engines_per_ingress
 counts = st.integers(1, 24)
 
 
@@ -24,7 +25,7 @@ def engines(count: int) -> list[str]:
 
 
 def subsets(num_ingresses: int, ids: list[str], breadth: int = 1) -> list[set[str]]:
-    return [engines_of(IngressPlace(rank, num_ingresses), ids, breadth) for rank in range(num_ingresses)]
+    return [engines_of(IngressPlace(rank, num_ingresses), ids, USUAL, breadth) for rank in range(num_ingresses)]
 
 
 @given(counts, st.integers(0, 80))
@@ -33,7 +34,7 @@ def test_every_engine_has_ingresses_and_the_streams_are_bounded(num_ingresses: i
     per_engine = Counter(engine for subset in found for engine in subset)
     assert set(per_engine) == set(engines(num_engines))
     assert all(count >= min(INGRESSES_PER_ENGINE, num_ingresses) for count in per_engine.values())
-    assert per_engine.total() <= max(ENGINES_PER_INGRESS * num_ingresses, INGRESSES_PER_ENGINE * num_engines)
+    assert per_engine.total() <= max(USUAL * num_ingresses, INGRESSES_PER_ENGINE * num_engines)
 
 
 def test_eight_ingresses_and_64_engines_have_128_streams() -> None:
@@ -42,7 +43,7 @@ def test_eight_ingresses_and_64_engines_have_128_streams() -> None:
     assert min(sizes) >= 8
 
 
-@given(counts, st.integers(0, ENGINES_PER_INGRESS))
+@given(counts, st.integers(0, USUAL))
 def test_few_engines_are_used_by_every_ingress(num_ingresses: int, num_engines: int) -> None:
     assert subsets(num_ingresses, engines(num_engines)) == [set(engines(num_engines))] * num_ingresses
 
@@ -71,7 +72,7 @@ def test_a_larger_breadth_adds_engines_until_they_are_all() -> None:
 
 def test_an_ingress_whose_number_exceeds_the_count_has_engines() -> None:
     """Serve tells replicas of their numbers one after the other."""
-    assert engines_of(IngressPlace(8, 8), engines(64)) == engines_of(IngressPlace(8, 9), engines(64))
+    assert engines_of(IngressPlace(8, 8), engines(64), USUAL) == engines_of(IngressPlace(8, 9), engines(64), USUAL)
 
 
 def test_the_breadth_follows_whether_an_engine_takes_requests() -> None:

@@ -1,0 +1,241 @@
+"""`python -m benchmarks.streams`: what an idle ingress pays for its streams to engines, and when it notices a death.
+
+Ray Serve, its directory, streams, heartbeats and leases are the real ones, and one ingress is, which believes that it
+is one of several. Engines are stubs in one process: a router's connections and heartbeats without an engine.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Collection, Sequence
+from typing import Any, NamedTuple
+
+import psutil
+import ray
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
+
+from benchmarks import results
+from benchmarks.figure import MEASURED
+from cluster.app import ADDRESSED_ROUTER, HOST_ENVIRONMENT, ROUTER_MAX_CALLS
+from cluster.cli.serve import RAY_OPTIONS
+from cluster.config import AppConfig
+from cluster.engine.connections import Connections
+from cluster.ingress import replicas
+from specray.bench import machine
+from specray.cli.arguments import positive
+from specray.server.routing.messages import Item, RouterHeartbeat, RouterInfo
+from specray.server.routing.router_pool import RouterPool
+from specray.server.routing.subset import IngressPlace, engines_of
+from specray.tables import format_table
+
+TABLE = "Ingresses without traffic, {} ingresses x {} engines"
+HEARTBEAT_INTERVAL_S = 0.5  # as a router's
+INFO = RouterInfo("stub", 4096, 32_000, 65_536, 7, [2], "float32", True, ("127.0.0.1",))
+
+
+class Idle(NamedTuple):
+    """One ingress process while nobody asks."""
+
+    num_streams: int
+    cpu_share: float  # of a core
+    memory_mib: float  # of its own
+
+
+class StubRouters:
+    """The parts of several `cluster.engine.router.Router` that ingresses talk to while there are no requests."""
+
+    async def __init__(self, count: int) -> None:  # type: ignore[misc]  # Serve awaits it
+        self._connections = [Connections(lambda _: None, 1.0) for _ in range(count)]
+        self._beating = asyncio.create_task(self._beat())
+
+    async def outputs(self, connection_id: str, to: str, engine: int) -> AsyncIterator[Item]:
+        del to  # the replica, read by the request router of who calls; so in all calls
+        async for item in self._connections[engine].stream(connection_id, INFO):
+            yield item
+
+    async def renew(self, connection_id: str, num_refused: int, num_poison: int, to: str, engine: int) -> bool:
+        del num_refused, num_poison, to
+        return self._connections[engine].renew(connection_id)
+
+    async def stats(self) -> dict[str, float]:
+        return {}
+
+    async def process_id(self, to: str) -> int:
+        del to
+        return os.getpid()
+
+    async def _beat(self) -> None:
+        start = time.monotonic()
+        while True:
+            since_token_s = (time.monotonic() - start) % 2.0  # an idle engine generates a token for a probe
+            for connections in self._connections:
+                connections.send_heartbeat(RouterHeartbeat(0.0, 3.9, since_token_s))
+            await asyncio.sleep(HEARTBEAT_INTERVAL_S)
+
+
+class StubDirectory(replicas.ServeReplicaDirectory):
+    """Lists `count` engines in the running replica, whose IDs end in their numbers."""
+
+    def __init__(self, handle: DeploymentHandle[Any], count: int, place: IngressPlace) -> None:
+        super().__init__(handle)
+        self._count, self._place = count, place
+
+    def place(self) -> IngressPlace:
+        return self._place
+
+    def replica_ids(self) -> Collection[str]:
+        return [f"{replica_id}#{number}" for replica_id in super().replica_ids() for number in range(self._count)]
+
+    def handle(self, replica_id: str) -> replicas.ServeRouterHandle:
+        process, number = replica_id.split("#")
+        handle = super().handle(process)
+        handle._to |= {"engine": int(number)}
+        return handle
+
+
+class StubIngress:
+    """The part of an ingress that talks to routers."""
+
+    def __init__(self, config: AppConfig, router: DeploymentHandle[Any], count: int, num_ingresses: int) -> None:
+        self._router = router
+        self._pool = RouterPool(StubDirectory(router, count, IngressPlace(0, num_ingresses)), config)
+        self._pool.start()
+
+    async def num_streams(self) -> int:
+        return len(self._pool.rank_nodes)
+
+    async def idle(self, seconds: float) -> Idle:
+        """Measure this process for so long."""
+        process = psutil.Process()
+        start, before = time.monotonic(), sum(process.cpu_times()[:2])
+        await asyncio.sleep(seconds)
+        spent_s = sum(process.cpu_times()[:2]) - before
+        memory_mib = process.memory_full_info().uss / 2**20
+        return Idle(len(self._pool.rank_nodes), spent_s / (time.monotonic() - start), memory_mib)
+
+    async def disconnect(self) -> None:
+        """Close all streams for good."""
+        await self._pool.close()
+
+    async def time_to_notice(self, sign: int) -> float:
+        """Seconds from a signal to the process of the engines until this ingress has no stream."""
+        process_id: int = await self._router.process_id.remote(to=next(iter(self._pool.rank_nodes)).partition("#")[0])
+        start = time.monotonic()
+        os.kill(process_id, sign)
+        while self._pool.rank_nodes and time.monotonic() < start + 30.0:
+            await asyncio.sleep(0.01)
+        noticed_s = time.monotonic() - start
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process_id, signal.SIGKILL)  # Serve would wait for a frozen one
+        return noticed_s
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(argv)
+    os.environ.update(RAY_OPTIONS | {"RAY_USAGE_STATS_ENABLED": "0"})
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(results.ROOT), os.environ.get("PYTHONPATH", "")])
+    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=200 * 2**20)
+    try:
+        app = _application(_config(options), options.ingresses, options.engines)
+        handle = serve.run(app, name="streams", route_prefix=None)
+        figures = _measure(handle, options)
+    finally:
+        serve.shutdown()
+        ray.shutdown()  # type: ignore[no-untyped-call]
+    rows = [[figure.row, figure.form.format(figure.value)] for figure in figures]
+    print(f"{format_table((figures[0].table, 'measured'), rows)}\n\n{machine.one_line()}")
+    if options.save:
+        print(f"saved in {results.save(None, figures)}")
+    return 0
+
+
+def _config(options: argparse.Namespace) -> AppConfig:
+    routing = {} if options.engines_per_ingress is None else {"engines_per_ingress": options.engines_per_ingress}
+    return AppConfig.model_validate({"model": "stub", "routing": routing})
+
+
+def _application(config: AppConfig, num_ingresses: int, num_engines: int) -> serve.Application:
+    def deployment(cls: type) -> serve.Deployment:
+        return serve.deployment(
+            name=cls.__name__,
+            max_ongoing_requests=ROUTER_MAX_CALLS,
+            ray_actor_options={"num_cpus": 0.01, "runtime_env": {"env_vars": HOST_ENVIRONMENT}},
+            graceful_shutdown_timeout_s=0.1,
+        )(cls)
+
+    router = RequestRouterConfig(
+        request_router_class=ADDRESSED_ROUTER, request_router_kwargs={"deployment": StubRouters.__name__}
+    )
+    routers = deployment(StubRouters).options(request_router_config=router).bind(num_engines)
+    return deployment(StubIngress).bind(config, routers, num_engines, num_ingresses)
+
+
+def _measure(handle: DeploymentHandle[Any], options: argparse.Namespace) -> list[results.Result]:
+    """The figures; times to notice are measured first, because closed streams are not opened again."""
+    noticed_s = []
+    for sign in (signal.SIGKILL, signal.SIGSTOP):
+        _wait_for_streams(handle)
+        noticed_s.append(handle.time_to_notice.remote(int(sign)).result(timeout_s=60.0))
+    num_streams = _wait_for_streams(handle)
+    idle = Idle(*handle.idle.remote(options.seconds).result(timeout_s=600.0))
+    handle.disconnect.remote().result(timeout_s=60.0)
+    without = Idle(*handle.idle.remote(options.seconds).result(timeout_s=600.0))
+    engines, usual = [str(number) for number in range(options.engines)], _config(options).routing.engines_per_ingress
+    places = [IngressPlace(rank, options.ingresses) for rank in range(options.ingresses)]
+    found = [
+        ("streams of all ingresses", sum(len(engines_of(place, engines, usual)) for place in places), "{:.0f}", 128.0),
+        ("streams of this ingress", float(num_streams), "{:.0f}", None),
+        ("CPU of this ingress, of a core", idle.cpu_share, "{:.1%}", 0.03),
+        ("CPU without streams, of a core", without.cpu_share, "{:.1%}", None),
+        ("memory of this ingress, MiB", idle.memory_mib, "{:.0f}", None),
+        ("seconds until it notices that all engines were killed", noticed_s[0], "{:.2f}", None),
+        ("seconds until it notices that all engines are frozen", noticed_s[1], "{:.2f}", None),
+    ]
+    table, commit = TABLE.format(options.ingresses, options.engines), results.commit_here()
+    return [
+        results.Result(
+            table=table,
+            row=row,
+            column=options.column,
+            value=value,
+            form=form,
+            goal=goal,
+            at_most=goal is not None,
+            commit=commit,
+        )
+        for row, value, form, goal in found
+    ]
+
+
+def _wait_for_streams(handle: DeploymentHandle[Any]) -> int:
+    """The number of streams, once there are some and it has stayed the same for seconds."""
+    give_up, last, num_same = time.monotonic() + 300.0, 0, 0
+    while num_same < 5:
+        assert time.monotonic() < give_up, "the ingress is not connected"
+        time.sleep(1.0)
+        number: int = handle.num_streams.remote().result(timeout_s=60.0)
+        num_same, last = num_same + 1 if number and number == last else 0, number
+    return last
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m benchmarks.streams", description=__doc__.partition(". ")[0])
+    parser.add_argument("--ingresses", type=positive, default=8, help="replicas of the ingress (default: %(default)s)")
+    parser.add_argument("--engines", type=positive, default=64, help="stubs of engines (default: %(default)s)")
+    parser.add_argument(
+        "--engines-per-ingress", type=positive, help="see routing.engines_per_ingress (default: that of servers)"
+    )
+    parser.add_argument("--seconds", type=positive, default=30, help="of one measurement (default: %(default)s)")
+    parser.add_argument("--column", default=MEASURED, help="column of the results (default: %(default)s)")
+    parser.add_argument("--save", action="store_true", help="save the figures in benchmarks/results")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
