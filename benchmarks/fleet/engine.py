@@ -111,16 +111,18 @@ class SimulatedEngine:
         return {}
 
     async def apply(self, desired: DesiredDrafter) -> Refusal | None:
-        raise NotImplementedError(desired)
+        del desired
+        return Refusal(409, "the drafters of simulated engines are not replaced", None)
 
     async def drain(self) -> int:
         return len(self._requests)
 
     async def abort_of(self, tenant: str, name: str | None) -> None:
-        raise NotImplementedError(tenant, name)
+        specs = [request.spec for request in self._requests.values()]
+        self._abort([spec.request_id for spec in specs if spec.tenant == tenant and name in (None, spec.name)])
 
     async def flush_cache(self) -> None:
-        raise NotImplementedError
+        self._scheduler.cache.evict(self._scheduler.cache.num_idle)
 
     # What the simulation asks.
 

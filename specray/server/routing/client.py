@@ -32,7 +32,9 @@ from specray.server.tasks import Tasks
 
 NOT_READY = "the engine is starting or restarting; try again in a few seconds"
 HEARTBEAT_TIMEOUT_S = 3.0  # a router that is silent for longer counts as lost
-LATE_SHARE = 0.4  # of that time, after which new requests go to other routers, if there are any
+# Without an item of its stream or the answer to a request for so long, a router gets new requests only if all others
+# are late, too.
+LATE_ITEM_S, LATE_ANSWER_S = 1.2, 0.5
 CONNECT_TIMEOUT_S = 5.0
 DRAFTER_LOAD_TIMEOUT_S = 600.0  # a drafter may have to be downloaded first
 
@@ -157,6 +159,7 @@ class RouterClient(RouterCalls):
         self._is_stopping = False
         self._stream = LocalHeartbeat(self._clock)  # beats with every item
         self._silence_s = 0.0
+        self._unanswered: list[float] = []  # when requests were sent that it has not answered, oldest first
         self._tasks = Tasks()
 
     def start(self) -> None:
@@ -176,8 +179,13 @@ class RouterClient(RouterCalls):
             None if heartbeat is None else heartbeat.acceptance_length,
             is_alive=self.info is not None,
             is_draining=self._closes_when_idle,
-            is_last_resort=self.refusal is not None or self._silence_s > LATE_SHARE * HEARTBEAT_TIMEOUT_S,
+            is_last_resort=self.refusal is not None or self._is_late,
         )
+
+    @property
+    def _is_late(self) -> bool:
+        has_no_answer = bool(self._unanswered) and self._clock() - self._unanswered[0] > LATE_ANSWER_S
+        return self._silence_s > LATE_ITEM_S or has_no_answer
 
     @property
     def since_token_s(self) -> float:
@@ -258,10 +266,14 @@ class RouterClient(RouterCalls):
         return self._heartbeat.desired if self._heartbeat is not None and self.info is not None else None
 
     async def _submit(self, requests: list[EngineRequest]) -> None:
+        sent_at = self._clock()
+        self._unanswered.append(sent_at)
         try:
             refusal = await within(HEARTBEAT_TIMEOUT_S, self._handle.submit(self._connection_id, requests))
         except Exception as error:
             raise RouterLostError(f"submit failed: {first_line(error)}") from error
+        finally:
+            self._unanswered.remove(sent_at)
         if refusal is not None:
             raise RequestRefusedError(refusal)
 
