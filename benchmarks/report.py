@@ -21,6 +21,7 @@ BLOCK = re.compile(r"(<!-- results: ([a-z-]+) -->\n).*?(<!-- end of results -->)
 PEERS_SPEED = "Tokens a second, beside peers"
 NOT_SHOWN = {  # the first follows from tokens a second and a step; the others are for those who change kernels
     "Milliseconds a step of one request",
+    "Kernels",
     "Attention of one layer, bfloat16, in microseconds",
     "Time of a step / the rank's time in it",
     "Checks",
