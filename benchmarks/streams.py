@@ -177,13 +177,13 @@ def _application(config: AppConfig, num_ingresses: int, num_engines: int) -> ser
 
 
 def _measure(handle: DeploymentHandle[Any], options: argparse.Namespace) -> list[results.Result]:
-    """The figures; times to notice are measured first, because closed streams are not opened again."""
+    """The figures. The streams at rest come first: an ingress that loses all its engines connects to others."""
+    num_streams = _wait_for_streams(handle)
+    idle = Idle(*handle.idle.remote(options.seconds).result(timeout_s=600.0))
     noticed_s = []
     for sign in (signal.SIGKILL, signal.SIGSTOP):
         _wait_for_streams(handle)
         noticed_s.append(handle.time_to_notice.remote(int(sign)).result(timeout_s=60.0))
-    num_streams = _wait_for_streams(handle)
-    idle = Idle(*handle.idle.remote(options.seconds).result(timeout_s=600.0))
     handle.disconnect.remote().result(timeout_s=60.0)
     without = Idle(*handle.idle.remote(options.seconds).result(timeout_s=600.0))
     engines, usual = [str(number) for number in range(options.engines)], _config(options).routing.engines_per_ingress

@@ -42,6 +42,10 @@ THREADS = {
         "tests/unit/server/routing/test_failover.py::test_an_ingress_follows_its_routers_after_an_error"
     ),
     (
+        f"{ROUTING}/router_pool.py",
+        "spawn(promote_shadows(self.drafter_rollout))",
+    ): "shadows stay shadows; no request depends on it",
+    (
         f"{ROUTING}/client.py",
         "spawn(self._run())",
     ): "its last part notifies all listeners, whatever the error is",

@@ -1,6 +1,7 @@
 """Which engines an ingress has streams to, where there are many. `policy` decides which of them gets a request."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from specray.server.routing.policy import in_order_of
@@ -28,8 +29,12 @@ def engines_of(place: IngressPlace, engine_ids: Sequence[str], usual: int, bread
     num_each = max(INGRESSES_PER_ENGINE, usual * num_ingresses // max(1, len(engine_ids))) * breadth
     if num_each >= num_ingresses:
         return set(engine_ids)
-    ranks = [str(number) for number in range(num_ingresses)]
-    return {engine_id for engine_id in engine_ids if str(rank) in in_order_of(engine_id, ranks)[:num_each]}
+    return {engine_id for engine_id in engine_ids if rank in _ingresses_in_order(engine_id, num_ingresses)[:num_each]}
+
+
+@lru_cache(maxsize=4096)  # an ingress looks every second, and whenever an engine starts or ends
+def _ingresses_in_order(engine_id: str, num_ingresses: int) -> list[int]:
+    return [int(rank) for rank in in_order_of(engine_id, map(str, range(num_ingresses)))]
 
 
 class Breadth:
