@@ -146,8 +146,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         handle = serve.run(app, name="streams", route_prefix=None)
         figures = _measure(handle, options)
     finally:
-        serve.shutdown()
-        ray.shutdown()  # type: ignore[no-untyped-call]
+        serve.shutdown()  # type: ignore[no-untyped-call]
+        ray.shutdown()
     rows = [[figure.row, figure.form.format(figure.value)] for figure in figures]
     print(f"{format_table((figures[0].table, 'measured'), rows)}\n\n{machine.one_line()}")
     if options.save:
