@@ -25,7 +25,7 @@ from specray.models.transformers_fused import fused_body
 from specray.models.transformers_head import FinishedHead
 from specray.models.transformers_layers import has_row_wise_products
 from specray.models.transformers_parallel import split_skeleton
-from specray.models.transformers_rows import Recorder, compute_row_wise
+from specray.models.transformers_rows import Recorder, compute_row_wise, reason_without_graphs
 from specray.models.transformers_skeleton import (
     UNUSED_MASK_SHAPE,
     AttentionCall,
@@ -56,7 +56,6 @@ class TransformersModel(FusibleModel):
     """transformers' modules of one causal language model."""
 
     can_round_kv = True
-    reason_without_graphs = "transformers' modules may read on the host what they compute"
 
     def __init__(self, config: PretrainedConfig, loader: Loader, max_positions: int) -> None:
         super().__init__()
@@ -83,7 +82,7 @@ class TransformersModel(FusibleModel):
         self._streams = _Streams(layers)
         for layer in state_layers(body):
             layer.pack()
-        sinks, self.is_row_wise = self._trial()
+        sinks, self.is_row_wise, self.reason_without_graphs = self._trial()
         attending = [
             pooled(call, _local_sinks(of_layer, call, loader.group), max_positions)
             for call, of_layer in zip(calls.values(), sinks, strict=True)
@@ -105,8 +104,10 @@ class TransformersModel(FusibleModel):
         states = self._streams.taken | {self.shape.num_layers: final}
         return final, [states[index] for index in aux_hidden_state_layers]
 
-    def _trial(self) -> tuple[list[Tensor | None], bool]:
-        """Each layer's sinks, and whether a row has the same bits in any batch; modules are changed so that it has.
+    def _trial(self) -> tuple[list[Tensor | None], bool, str | None]:
+        """Each layer's sinks, whether a row has the same bits in any batch, and why no graph can record a pass.
+
+        Modules are changed so that rows have the same bits.
 
         ConfigError if a token depends on others in another way than by attention.
         """
@@ -126,7 +127,7 @@ class TransformersModel(FusibleModel):
             )
         has_same_bits = torch.equal(one.nan_to_num(), same.nan_to_num())
         has_same_sums = has_row_wise_products(self._body) and is_row_wise(self.head.run)
-        return sinks, not left.found and has_same_bits and has_same_sums
+        return sinks, not left.found and has_same_bits and has_same_sums, reason_without_graphs(self._body, left)
 
     @torch.no_grad()
     def _without_attention(

@@ -19,6 +19,7 @@ from specray.models.loading import Loader
 from specray.models.target_model import ModelShape
 from specray.models.transformers_layers import shifted, weight_shift
 from specray.models.transformers_model import OwnValues, PooledAttention, decode, pooled
+from specray.models.transformers_rows import Recorder, reason_without_graphs
 from specray.models.transformers_skeleton import attention_calls, build_skeleton, decoder_of
 from specray.models.transformers_weights import load_first_layer
 from specray.ops.attention import Attend
@@ -65,7 +66,7 @@ class TransformersParts:
         self._norm_shift = _norm_shift(body)
         body.norm = nn.Identity()
         load_first_layer(model, loader, prefix, tensors, call)
-        (sinks,) = _sinks(body, loader)
+        (sinks,), self.reason_without_graphs = _trial(body, loader)
         self.attention = pooled(call, sinks, max_positions)
         self._layer = TransformersLayer(body, self.attention, kv_layer)
 
@@ -113,11 +114,14 @@ def _single_layer_config(config: Any, layer_type: str, is_dense: bool) -> Pretra
 
 
 @torch.no_grad()
-def _sinks(body: Any, loader: Loader) -> list[Tensor | None]:
+def _trial(body: Any, loader: Loader) -> tuple[list[Tensor | None], str | None]:
+    """The layer's sinks, and why no graph can record a pass."""
     attention = OwnValues()
     zeros = torch.zeros(1, 1, body.config.hidden_size, dtype=loader.dtype, device=loader.device)
-    decode(body, torch.zeros(1, dtype=torch.int64, device=loader.device), attention, inputs_embeds=zeros)
-    return attention.sinks
+    positions = torch.zeros(1, dtype=torch.int64, device=loader.device)
+    with Recorder(body) as recorder:
+        decode(body, positions, attention, inputs_embeds=zeros)
+    return attention.sinks, reason_without_graphs(body, recorder)
 
 
 def _norm_shift(body: Any) -> float:

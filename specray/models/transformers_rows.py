@@ -8,7 +8,7 @@ number of rows. `RowWise` has functions without either; what it cannot replace, 
 Operations in `specray.ops` know themselves whether they are row-wise, and are not recorded.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from typing import Any, Self
 
@@ -50,6 +50,9 @@ _ROW_WISE = {
     ),
     *("view_as_real", "where", "zeros", "zeros_like"),
 }
+_READING = {
+    *("_local_scalar_dense", "bincount", "equal", "masked_select", "nonzero", "unique_dim", "_unique2"),
+}
 _ON_CPU = {"mean", "std", "sum"}
 _ON_GPU = {"gelu", "polar", "sigmoid", "sigmoid_", "silu", "softplus"}
 
@@ -57,12 +60,14 @@ _ON_GPU = {"gelu", "polar", "sigmoid", "sigmoid_", "silu", "softplus"}
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Collects the operations within it that may compute a row otherwise in another batch.
 
-    `found` has, for each name of an operation, the modules of `body` whose own forward method ran it.
+    `found` has, for each name of an operation, the modules of `body` whose own forward method ran it. `readers` are the
+    modules that read on the host what the device computes, or copy to it what the host does.
     """
 
     def __init__(self, body: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: dict[str, set[nn.Module]] = {}
+        self.readers: list[nn.Module] = []
         self._body = body
         self._running = [body]
         self._hooks: list[Any] = []
@@ -84,10 +89,38 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func.name().removeprefix("aten::").partition(".")[0]
         if not _is_row_wise(name, args):
             self.found.setdefault(name, set()).add(self._running[-1])
+        is_within = len(self._running) > 1
+        if is_within and (reads_on_host(func, args, kwargs or {}) or _crosses_devices(name, args, out)):
+            self.readers.append(self._running[-1])
         return out
 
     def _leave(self) -> None:
         self._running.pop()
+
+
+def reason_without_graphs(body: nn.Module, recorder: Recorder) -> str | None:
+    """Why no CUDA graph can have a pass through `body`, which `recorder` has seen; None if one can."""
+    if any(hasattr(part, "packed_experts") for part in body.modules()):
+        return "its experts run one after the other, and the host reads which of them have tokens"
+    if recorder.readers:
+        return f"{type(recorder.readers[0]).__name__} of transformers exchanges numbers with the host"
+    return None
+
+
+def reads_on_host(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operator reads a tensor on the host."""
+    if func.overloadpacket is torch.ops.aten.index:
+        return any(index is not None and index.dtype == torch.bool for index in args[1])
+    if func is torch.ops.aten.repeat_interleave.Tensor:
+        return kwargs.get("output_size") is None
+    return func.name().removeprefix("aten::").partition(".")[0] in _READING
+
+
+def _crosses_devices(name: str, args: Sequence[Any], out: Any) -> bool:
+    if name == "lift_fresh":  # a number of the host becomes a tensor
+        return True
+    inputs = [part for part in args if isinstance(part, Tensor) and part.dim()]
+    return name in ("_to_copy", "copy_") and any(part.device != out.device for part in inputs)
 
 
 def _is_row_wise(name: str, args: Sequence[Any]) -> bool:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from specray.errors import ConfigError
 from specray.ops.device_ops import ops_on
 
 
@@ -47,10 +48,16 @@ class Graphs:
         self._graphs: dict[Hashable, Graph] = {}
 
     def capture(self, key: Hashable, run: Callable[[], object]) -> None:
-        """Capture `run` as `key`. It runs once before, because compilers and libraries allocate on a first call."""
+        """Capture `run` as `key`. It runs once before, because compilers and libraries allocate on a first call.
+
+        ConfigError if it launches what no graph can have.
+        """
         run()
         graph = self._make()
-        graph.capture(run)
+        try:
+            graph.capture(run)
+        except RuntimeError as error:
+            raise ConfigError(f"no CUDA graph can have this model ({error}); set disable_cuda_graph: true") from error
         self._graphs[key] = graph
 
     def replay(self, key: Hashable) -> None:

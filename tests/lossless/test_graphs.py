@@ -14,6 +14,7 @@ from specray.step import StepPlan
 from specray.testing.conformance import GREEDY, PROMPTS, SAMPLED, require_equal
 from specray.worker.remote_drafter import source
 from tests.support.colocated import Colocated, worker_of
+from tests.support.decoders import write_decoder
 from tests.support.engine import generate, make_llm
 from tests.support.graph_cases import NAMES, plain_output, require_plain_output
 from tests.support.graph_stand_in import RecordedGraphs, recorded_graphs
@@ -60,6 +61,18 @@ def test_output_with_kv_in_float8_does_not_depend_on_graphs(
     plain = plain_output(toy, kv_cache_dtype="fp8_e5m2")
     require_plain_output("EAGLE3", toy, tmp_path, plain, kv_cache_dtype="fp8_e5m2", disable_overlap_schedule=True)
     assert graphs[-1].replayed
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "gemma4"])
+def test_output_of_transformers_modules_does_not_depend_on_graphs(
+    name: str, tmp_path: Path, graphs: list[RecordedGraphs]
+) -> None:
+    """Windows, softcaps, shared KV and inputs of each layer. The head reads hidden states by hooks on the modules."""
+    write_decoder(name, tmp_path)
+    options = {"model_impl": "transformers", "disable_overlap_schedule": True}
+    plain = plain_output(tmp_path, **options)
+    require_plain_output("EAGLE3", tmp_path, tmp_path, plain, **options)
+    assert {kind for kind, *_ in graphs[-1].replayed} == {"forward", "verify", "draft"}
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from specray.models.transformers_rows import reads_on_host
 from specray.ops.graphs import Graphs
-from tests.support.host_reads import reads
 
 _GARBAGE = 0x5A  # in every byte: large integers and floats
 
@@ -112,7 +112,7 @@ class RecordedGraph(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        assert not reads(func, args, kwargs), f"the host reads a tensor: {func}"
+        assert not reads_on_host(func, args, kwargs), f"the host reads a tensor: {func}"
         assert func is not torch.ops.aten.lift_fresh.default, "a value of the host is copied to the device"
         result = func(*args, **kwargs)
         outputs = _tensors(result)

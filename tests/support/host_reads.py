@@ -15,22 +15,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import specray
+from specray.models.transformers_rows import reads_on_host
 
 PACKAGE = f"{Path(specray.__file__).parent}/"  # in whatever folder it has been cloned into
 
 # What runs on a CPU only, where reading is free: torch's attention looks for contiguous KV there, and the CPU kernels
 # get numbers.
 CPU_ONLY = ("ops/attention_torch.py", "ops/cpu/")
-_aten = torch.ops.aten
-_READING = {
-    _aten._local_scalar_dense,
-    _aten.bincount,
-    _aten.equal,
-    _aten.masked_select,
-    _aten.nonzero,
-    _aten.unique_dim,
-    _aten._unique2,
-}
 
 
 class HostReads(TorchDispatchMode):
@@ -59,7 +50,7 @@ class HostReads(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if reads(func, args, kwargs):
+        if reads_on_host(func, args, kwargs):
             self._record()
         return func(*args, **kwargs)
 
@@ -78,12 +69,3 @@ class HostReads(TorchDispatchMode):
             place = f"{frames[-1].filename.removeprefix(PACKAGE)}:{frames[-1].lineno}"
             if not place.startswith(CPU_ONLY):
                 self.places.append(place)
-
-
-def reads(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operator reads a tensor on the host."""
-    if func.overloadpacket is _aten.index:
-        return any(index is not None and index.dtype == torch.bool for index in args[1])
-    if func is _aten.repeat_interleave.Tensor:
-        return kwargs.get("output_size") is None
-    return func.overloadpacket in _READING

@@ -167,10 +167,8 @@ class MtpLayers:
             self.reason_without_graphs = self.reason_without_graphs or parts.reason_without_graphs
 
     def _add_modules(self, config: Any, loader: Loader, layout: Layout, numbers: Sequence[int]) -> None:
-        from specray.models.transformers_model import TransformersModel  # these import transformers' models
-        from specray.models.transformers_mtp import TransformersParts
+        from specray.models.transformers_mtp import TransformersParts  # imports transformers' models
 
-        self.reason_without_graphs = TransformersModel.reason_without_graphs
         types, names = getattr(config, "mtp_layer_types", None) or [], loader.names()
         for kv_layer, number in enumerate(numbers):
             parts = TransformersParts(
@@ -185,6 +183,7 @@ class MtpLayers:
             )
             self.layers.append(MtpLayer(layout, number, parts))
             self.attention.append(parts.attention)
+            self.reason_without_graphs = self.reason_without_graphs or parts.reason_without_graphs
         widest = max(self.attention, key=lambda layer: layer.num_kv_heads * layer.head_dim)
         self.shape = replace(
             self.shared.shape,
