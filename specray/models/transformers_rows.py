@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from specray.models.transformers_states import StateLayer
 from specray.ops.linear import make_batched, make_linear
 from specray.ops.row_wise import gelu, matmul, polar, product, sigmoid, silu, softplus
 from specray.ops.torch_matrix import Linear
@@ -102,9 +103,9 @@ def reason_without_graphs(body: nn.Module, recorder: Recorder) -> str | None:
     """Why no CUDA graph can have a pass through `body`, which `recorder` has seen; None if one can."""
     if any(hasattr(part, "packed_experts") for part in body.modules()):
         return "its experts run one after the other, and the host reads which of them have tokens"
-    if recorder.readers:
-        return f"{type(recorder.readers[0]).__name__} of transformers exchanges numbers with the host"
-    return None
+    # The host plans the states of a pass without a graph alone.
+    readers = [type(part).__name__ for part in recorder.readers if not isinstance(part, StateLayer)]
+    return f"{readers[0]} of transformers exchanges numbers with the host" if readers else None
 
 
 def reads_on_host(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from specray.errors import ConfigError
 from specray.layers.parallel import Part, RankGroup
 from specray.ops.device_ops import ops_on
-from specray.ops.states import StateOperation, StateRows, States, StateShape
+from specray.ops.states import AnyStateRows, StateOperation, States, StateShape
 from specray.ops.states_torch import Convolution, DeltaNet
 
 _SILU = ("silu", "swish")  # its names in transformers
@@ -79,7 +79,7 @@ class _Convolve:
         self._conv = Convolution(conv.weight.data[:, 0].t().float().contiguous(), bias, self._has_silu)
         self._ops = ops_on(conv.weight.device)
 
-    def __call__(self, inputs: Sequence[Tensor], pool: Tensor, rows: StateRows) -> Tensor:
+    def __call__(self, inputs: Sequence[Tensor], pool: Tensor, rows: AnyStateRows) -> Tensor:
         return self._ops.convolve(self._conv, inputs[0], pool, rows)
 
 
@@ -98,7 +98,7 @@ class _Delta:
         self._net = DeltaNet(*sizes, -rates.exp(), bias, weight, norm.variance_epsilon, layer.beta_scale)
         self._ops = ops_on(weight.device)
 
-    def __call__(self, inputs: Sequence[Tensor], pool: Tensor, rows: StateRows) -> Tensor:
+    def __call__(self, inputs: Sequence[Tensor], pool: Tensor, rows: AnyStateRows) -> Tensor:
         qkv, a, b, z = inputs
         return self._ops.gated_delta(self._net, qkv, a, b, z, pool, rows)
 

@@ -95,13 +95,36 @@ class StateRows:
         return self.parents.shape[0]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PaddedStateRows:
+    """R requests of N rows each: all sizes are fixed and all contents are on the device, as CUDA graphs need it.
+
+    A row that is neither known nor a node of a tree is padding.
+    """
+
+    slots: Tensor  # int64 [R]: the requests' rows of the pools
+    num_known: Tensor  # int64 [R]: known rows follow each other and come first; 0: the state in the pool stays as it is
+    is_fresh: Tensor  # bool [R]
+    parents: Tensor  # int64 [R, N]: the row of the same request that each row continues; -1: none of this step
+    copies: Tensor  # int64 [R, N]: the row of the pools that also receives the state behind each known row; -1: none
+    # bool [R, N, N]: whether row j is row i or before it on its path, for drafts behind one known row; None: no drafts
+    sees: Tensor | None = None
+
+    @property
+    def total(self) -> int:
+        return self.parents.numel()
+
+
+AnyStateRows = StateRows | PaddedStateRows
+
+
 class StateOperation(Protocol):
     """An operation of a layer that reads and writes states."""
 
     @property
     def shape(self) -> StateShape: ...
 
-    def __call__(self, inputs: Sequence[Tensor], pool: Tensor, rows: StateRows) -> Tensor:
+    def __call__(self, inputs: Sequence[Tensor], pool: Tensor, rows: AnyStateRows) -> Tensor:
         """[T, any] of the shape and type of the last of `inputs`, each [T, any]; `pool` is [slots, *shape]."""
 
 

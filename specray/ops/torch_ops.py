@@ -16,7 +16,7 @@ from specray.ops.layer_attention import LayerAttention
 from specray.ops.noise import gumbel, noise_keys
 from specray.ops.quantised_weight import Weight
 from specray.ops.sampling_state import GREEDY_BELOW, SamplingBatch
-from specray.ops.states import StateRows
+from specray.ops.states import AnyStateRows
 from specray.ops.states_torch import Convolution, DeltaNet
 from specray.ops.step_tensors import Choices, nodes_of, num_kept
 from specray.ops.torch_matrix import Linear, TorchMatrix
@@ -156,12 +156,12 @@ class TorchOps:
 
     # States; see `specray.ops.states`. Pools get the states behind the known rows.
 
-    def convolve(self, conv: Convolution, x: Tensor, pool: Tensor, rows: StateRows) -> Tensor:
+    def convolve(self, conv: Convolution, x: Tensor, pool: Tensor, rows: AnyStateRows) -> Tensor:
         """The convolution of x [T, channels] along each row's path; `pool` [slots, width - 1, channels] of x's type."""
         return states_torch.convolve(conv, x, pool, rows)
 
     def gated_delta(
-        self, net: DeltaNet, qkv: Tensor, a: Tensor, b: Tensor, z: Tensor, pool: Tensor, rows: StateRows
+        self, net: DeltaNet, qkv: Tensor, a: Tensor, b: Tensor, z: Tensor, pool: Tensor, rows: AnyStateRows
     ) -> Tensor:
         """The delta rule along each row's path, of z's shape and type [T, num_v_heads * v_dim].
 

@@ -61,7 +61,10 @@ class GraphBackend:
         verifies = not wants.has_grammar and can_verify_padded(states, self._sampler)
         if not verifies:
             batch = batch.with_sizes()
-        bucket = self._graphs.bucket(batch, wants.num_drafts)
+        # Only graphs bring states behind drafts that other graphs computed.
+        bucket = None
+        if verifies or self.runner.states is None:
+            bucket = self._graphs.bucket(batch, wants.num_drafts)
         if bucket is None and batch.wait_for_sizes is not None:
             batch = batch.with_sizes()
             bucket = self._graphs.bucket(batch, wants.num_drafts)
@@ -84,10 +87,11 @@ class GraphBackend:
         assert isinstance(before, GraphPass)
         assert before.outcome is not None
         self._table.flush()
+        batch = before.batch.decoding()
         if drafted is None:
-            batch = before.batch._replace(tree=before.batch.tree._replace(tokens=before.outcome.first_tokens))
+            batch = batch._replace(tree=batch.tree._replace(tokens=before.outcome.first_tokens))
         else:
-            batch = before.batch._replace(
+            batch = batch._replace(
                 tree=drafted.tree, num_nodes=drafted.most_nodes, wait_for_sizes=drafted.wait_for_sizes
             )
             self._graphs.were_drafts_taken = True

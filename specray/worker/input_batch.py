@@ -14,6 +14,7 @@ from torch import Tensor
 
 from specray.ops.attention import AttentionBatch
 from specray.ops.sampling_state import TokenMask
+from specray.ops.states import StateCopies
 from specray.ops.step_tensors import RaggedIndex
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import TreeRows
@@ -84,6 +85,12 @@ class StepBatch(NamedTuple):
         """Whether every row's only known token is the root of its tree, and samples."""
         return self.rows.are_all_sampling and max(self.rows.num_known) == 1
 
+    @property
+    def state_copies(self) -> list[StateCopies]:
+        """Of each request, see StateCopies."""
+        pairs = zip(self.rows.states, self.rows.state_copies, strict=True)
+        return [{place - state.num_computed_tokens: row for place, row in places} for state, places in pairs]
+
     def with_sizes(self) -> "StepBatch":
         """A copy with the trees' numbers of nodes; waits for the drafter."""
         if self.wait_for_sizes is None:
@@ -92,8 +99,9 @@ class StepBatch(NamedTuple):
         return self._replace(tree=tree, num_nodes=num_nodes, wait_for_sizes=None)
 
     def decoding(self) -> "StepBatch":
-        """The batch of the next step, in which each request has one known token."""
-        return self._replace(rows=self.rows._replace(num_known=[1] * len(self.rows.states)))
+        """The batch of the next step, in which each request has one known token and stores no state."""
+        count = len(self.rows.states)
+        return self._replace(rows=self.rows._replace(num_known=[1] * count, state_copies=[()] * count))
 
 
 class InputBatch(NamedTuple):

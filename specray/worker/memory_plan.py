@@ -272,9 +272,9 @@ def _steps(config: EngineConfig, shape: ModelShape, width: int, dtype: torch.dty
 
 
 def _draft_inputs(config: EngineConfig, shape: ModelShape, dtype: torch.dtype) -> int:
-    """Bytes of what all operations with states read of a step's drafts, which is kept until these are verified."""
-    num_drafts = config.max_running_requests * (_most_nodes(config) - 1)
-    return num_drafts * sum(state.num_inputs for state in shape.states) * dtype.itemsize
+    """Bytes of what all operations with states read of a step's trees, which is kept until these are verified."""
+    num_nodes = config.max_running_requests * _most_nodes(config)
+    return num_nodes * sum(state.num_inputs for state in shape.states) * dtype.itemsize
 
 
 def _drafts(config: EngineConfig, shape: ModelShape, width: int, dtype: torch.dtype, is_inline: bool) -> int:

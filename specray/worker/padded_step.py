@@ -24,6 +24,7 @@ from specray.worker.buckets import Bucket
 from specray.worker.input_batch import StepBatch
 from specray.worker.model_runner import ModelRunner
 from specray.worker.padded_rows import PaddedRows
+from specray.worker.state_pool import PaddedStates
 from specray.worker.step_output import CopiedOutcome
 
 
@@ -55,6 +56,9 @@ class PaddedStep:
         self._kept = torch.zeros(largest.rows + max_tokens, dtype=torch.int64, device=device)
         self._outcome = torch.zeros(2 * largest.rows + 2 * max_tokens, dtype=torch.int64, device=device)
         self._drafts = TreeBuffers(*largest, device)
+        self._states = None
+        if runner.states is not None:
+            self._states = PaddedStates(runner.states, largest, max_tokens, dtype)
 
     @property
     def is_sharded(self) -> bool:
@@ -70,12 +74,16 @@ class PaddedStep:
     def load(self, batch: StepBatch) -> None:
         """Make the next step that of `batch`; everything behind its rows and nodes is padding."""
         self._ops.load_step((self._slots, self._num_nodes, *self._trees.unbind()), batch.rows.slots, batch.tree)
+        if self._states is not None:
+            self._states.load(batch)
 
     def forward(self, bucket: Bucket) -> None:
         """The target over all nodes."""
         slots, tree = self._slots[: bucket.rows], self._tree(bucket)
         tokens = self._ops.tree_input(slots, tree, self._kv.padding_slot, self._kept_of(bucket))
         attend = self._attention.plan_padded(tokens.attention)
+        if self._states is not None:
+            attend = self._states.attending(attend, *self._state_slots(slots), self._kept_of(bucket)[:, 0], tree)
         _, logits, aux_hidden_states = self._model.with_logits(
             tokens.token_ids, tokens.positions, attend, None, self._layers
         )
@@ -100,6 +108,8 @@ class PaddedStep:
             verified = step_ops(slots.device).verify_padded(inputs, self._sampler)
         if bucket.nodes > 1:
             self._kv.commit(kv_slots, verified.outcome)
+            if self._states is not None:
+                self._states.commit(*self._state_slots(slots), verified.outcome, bucket.nodes)
         self._ops.commit(slots, verified.outcome, self._outcome_of(bucket))
 
     def draft(self, bucket: Bucket, drafter: DeviceDrafter, is_sampled: bool) -> None:
@@ -128,6 +138,11 @@ class PaddedStep:
     def aux_hidden_states(self, bucket: Bucket) -> list[Tensor]:
         """Those of all layers side by side, [tokens of the bucket, layers * hidden]; none if nobody reads them."""
         return [self._aux[: bucket.num_tokens]] if self._layers else []
+
+    def _state_slots(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """(rows of the state pools, any one for padding; bool: whether a row is a request's)."""
+        is_request = slots != self._table.padding_slot
+        return slots.where(is_request, 0), is_request
 
     def _tree(self, bucket: Bucket) -> DraftTree:
         tokens, parents = self._trees[:, : bucket.rows, : bucket.nodes]

@@ -6,10 +6,14 @@ See `specray.ops.states` for what a step does with them.
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from specray.ops.attention import Attend, make_zeros
-from specray.ops.states import StatefulAttend, StatePass, StateRows, StateShape
+from specray.ops.states import PaddedStateRows, StatefulAttend, StateOperation, StatePass, StateRows, StateShape
+from specray.ops.step_tensors import nodes_of, num_kept
+from specray.spec_decode.draft_tree import DraftTree
 from specray.step import NewRequest
+from specray.worker.buckets import Bucket
 from specray.worker.input_batch import StepBatch
 
 
@@ -17,14 +21,15 @@ class StatePool:
     """A state of each operation for each slot of the request table, and behind these rows, for the prefix cache."""
 
     def __init__(self, shapes: Sequence[StateShape], num_rows: int, device: torch.device) -> None:
-        self._pools = [make_zeros((num_rows, *state.shape), state.dtype, device) for state in shapes]
-        self._pass = StatePass(self._pools, StateRows.apart(0))
+        self.shapes = shapes
+        self.pools = [make_zeros((num_rows, *state.shape), state.dtype, device) for state in shapes]
+        self._pass = StatePass(self.pools, StateRows.apart(0))
 
     def enter(self, new_requests: Sequence[NewRequest]) -> None:
         """Give requests the stored states behind their cached tokens. What comes later may overwrite these."""
         for new in new_requests:
             if new.stored_state >= 0:
-                for pool in self._pools:
+                for pool in self.pools:
                     pool[new.slot] = pool[new.stored_state]
 
     def start(self, batch: StepBatch) -> None:
@@ -35,12 +40,9 @@ class StatePool:
         lens = [known + nodes - 1 for known, nodes in zip(rows.num_known, batch.num_nodes, strict=True)]
         slots = [state.slot for state in rows.states]
         is_fresh = [state.num_computed_tokens == 0 for state in rows.states]
-        copies = [
-            {position - state.num_computed_tokens: row for position, row in places}
-            for state, places in zip(rows.states, rows.state_copies, strict=True)
-        ]
+        copies = batch.state_copies
         state_rows = StateRows.of(slots, lens, rows.num_known, is_fresh, parents, copies)
-        self._pass = StatePass(self._pools, state_rows, copies)
+        self._pass = StatePass(self.pools, state_rows, copies)
 
     def attending(self, attend: Attend) -> StatefulAttend:
         """The `attend` of the prepared pass, with its states."""
@@ -54,3 +56,73 @@ class StatePool:
     def commit(self, accepted: Sequence[Sequence[int]]) -> None:
         """Bring the states of the step's requests behind their accepted drafts, see StatePass."""
         self._pass.commit(accepted)
+
+
+class PaddedStates:
+    """The states of decode steps in buckets up to `largest`, see PaddedStep.
+
+    Between `attending` and `commit` it keeps what the operations read of the step's nodes.
+    """
+
+    def __init__(self, states: StatePool, largest: Bucket, max_tokens: int, dtype: torch.dtype) -> None:
+        device = states.pools[0].device
+        self._pools = states.pools
+        self._inputs = [
+            torch.zeros(max_tokens, shape.num_inputs, dtype=dtype, device=device) for shape in states.shapes
+        ]
+        self._copies = torch.full(largest, -1, dtype=torch.int64, device=device)
+        self._has_copies = False
+        self._operations: list[tuple[StateOperation, list[int]]] = []  # of the pools, and the widths of their inputs
+
+    def load(self, batch: StepBatch) -> None:
+        """Make the copies for the prefix cache those of `batch`; a copy to the device, if there are any."""
+        copies = batch.state_copies
+        if not any(copies) and not self._has_copies:
+            return
+        self._has_copies = any(copies)
+        packed = torch.full_like(self._copies, -1, device="cpu")
+        for place, of_request in enumerate(copies):
+            for count, row in of_request.items():
+                if 0 < count <= packed.shape[1]:
+                    packed[place, count - 1] = row
+        self._copies.copy_(packed)
+
+    def attending(self, attend: Attend, slots: Tensor, is_request: Tensor, lengths: Tensor, tree: DraftTree) -> Attend:
+        """`attend` with the states of a pass over trees of R requests, whose known tokens are `lengths` int64 [R].
+
+        `slots` are those of the pools; rows without `is_request` are padding.
+        """
+        count, width = tree.tokens.shape
+        sees = tree.ancestors() if width > 1 else None
+        rows = PaddedStateRows(slots, is_request.long(), lengths <= 1, tree.parents, self._copies[:count, :width], sees)
+        self._operations = []
+        return StatefulAttend(attend, _PaddedPass(self, rows))
+
+    def run(self, operation: StateOperation, inputs: Sequence[Tensor], rows: PaddedStateRows) -> Tensor:
+        """The next operation of the pass."""
+        place = len(self._operations)
+        self._operations.append((operation, [part.shape[1] for part in inputs]))
+        torch.cat(inputs, 1, out=self._inputs[place][: rows.total])
+        return operation(inputs, self._pools[place], rows)
+
+    def commit(self, slots: Tensor, is_request: Tensor, outcome: Tensor, width: int) -> None:
+        """Bring the states behind the accepted drafts of trees with `width` places; `outcome` is that of StepOutput."""
+        count = len(slots)
+        num_accepted = torch.where(is_request, num_kept(outcome) - 1, 0).clamp(min=0)
+        nodes = nodes_of(outcome)[:, 1:].clamp(0, width - 1)
+        places = (torch.arange(count, device=slots.device)[:, None] * width + nodes).flatten()
+        chain = torch.arange(-1, nodes.shape[1] - 1, device=slots.device).expand(count, -1)
+        is_fresh = torch.zeros_like(is_request)
+        rows = PaddedStateRows(slots, num_accepted, is_fresh, chain, self._copies[:count, 1 : 1 + nodes.shape[1]])
+        for (operation, widths), inputs, pool in zip(self._operations, self._inputs, self._pools, strict=True):
+            operation(inputs.index_select(0, places).split(widths, 1), pool, rows)
+
+
+class _PaddedPass:
+    """Implements `States`."""
+
+    def __init__(self, states: PaddedStates, rows: PaddedStateRows) -> None:
+        self._states, self._rows = states, rows
+
+    def run(self, operation: StateOperation, *inputs: Tensor) -> Tensor:
+        return self._states.run(operation, inputs, self._rows)

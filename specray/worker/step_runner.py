@@ -102,6 +102,8 @@ class StepRunner:
         """
         if plan.new_requests or plan.freed_slots:
             return False
+        if any(row.state_copies for row in plan.rows):  # the host says how far behind its first token each one is
+            return False
         if before.started is None or not before.started.batch.rows.are_all_sampling:
             return False
         states = before.started.batch.rows.states

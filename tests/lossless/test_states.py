@@ -17,6 +17,7 @@ from specray.sampling_params import SamplingParams
 from tests.support.decoders import write_decoder
 from tests.support.drafters import DRAWS, ScriptedDrafter
 from tests.support.engine import make_llm
+from tests.support.graph_stand_in import recorded_graphs
 
 PROMPTS = [[0, *range(4, 40)], [5], [0, 10, 20, 30], [7] * 19]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -83,6 +84,22 @@ def test_stored_states_give_the_text_of_a_new_prompt(dtype: str, folder: Path) -
                 [last] = llm.generate([prompt], params)
                 assert last.choices[0].token_ids == text
             assert num_cached(last) == len(beginning) // 4 * 4
+
+
+@pytest.mark.parametrize("kind", ["half-right", "right-last"])
+def test_graphs_leave_no_trace_in_states(kind: str, folder: Path, texts: dict[str, list[list[int]]]) -> None:
+    """With preemption, and from the state that such a step has stored behind 64 tokens."""
+    for name, params in (("greedy", GREEDY), ("sampled", SAMPLED)):
+        known = [prompt + text for prompt, text in zip(PROMPTS, texts[name], strict=True)]
+        with recorded_graphs() as graphs, make_llm(folder, ScriptedDrafter(DRAWS[kind], known), **TIGHT) as llm:
+            assert together(llm, PROMPTS, params) == texts[name]
+            assert {key for key, *_ in graphs[-1].replayed} == {"forward", "verify"}
+    drafter = ScriptedDrafter(DRAWS[kind], [PROMPTS[0] + texts["greedy"][0]])
+    with recorded_graphs(), make_llm(folder, drafter, page_size=4) as llm:
+        assert together(llm, PROMPTS[:1], GREEDY) == texts["greedy"][:1]
+        [again] = llm.generate([PROMPTS[0] + texts["greedy"][0][:32]], replace(GREEDY, max_tokens=8))
+        assert again.choices[0].token_ids == texts["greedy"][0][32:]
+        assert num_cached(again) == 64
 
 
 @pytest.mark.parametrize("num_sent", [1, 23])

@@ -14,7 +14,7 @@ from specray.ops.grouped_weight import GroupedWeight
 from specray.ops.layer_attention import LayerAttention
 from specray.ops.quantised_weight import QuantisedWeight, Weight
 from specray.ops.sampling_state import SamplingBatch
-from specray.ops.states import StateRows
+from specray.ops.states import AnyStateRows
 from specray.ops.states_torch import Convolution, DeltaNet
 from specray.ops.step_tensors import Choices
 from specray.ops.torch_matrix import Linear
@@ -75,11 +75,11 @@ class TritonOps(TorchOps):
     def commit_paths(self, pool: Tensor, kv_slots: Tensor, outcome: Tensor) -> None:
         kv.commit_paths(pool, kv_slots, outcome)
 
-    def convolve(self, conv: Convolution, x: Tensor, pool: Tensor, rows: StateRows) -> Tensor:
+    def convolve(self, conv: Convolution, x: Tensor, pool: Tensor, rows: AnyStateRows) -> Tensor:
         return states.convolve(conv, x, pool, rows)
 
     def gated_delta(
-        self, net: DeltaNet, qkv: Tensor, a: Tensor, b: Tensor, z: Tensor, pool: Tensor, rows: StateRows
+        self, net: DeltaNet, qkv: Tensor, a: Tensor, b: Tensor, z: Tensor, pool: Tensor, rows: AnyStateRows
     ) -> Tensor:
         return states.gated_delta(net, qkv, a, b, z, pool, rows)
 

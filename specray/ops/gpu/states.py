@@ -5,12 +5,13 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 import triton
 from torch import Tensor
 
 from specray.ops.gpu.launches import starts_early
 from specray.ops.gpu.state_kernels import convolve_rows, keep_windows, norm_and_gate, run_delta_rule
-from specray.ops.states import StateRows
+from specray.ops.states import AnyStateRows, PaddedStateRows, StateRows
 from specray.ops.states_torch import Convolution, DeltaNet
 
 CHANNELS = 1024  # of a convolution's program
@@ -62,12 +63,63 @@ class DeviceRows(NamedTuple):
         starts = np.cumsum([0, *map(len, padded)])
         return cls(*(joined[start : start + len(part)] for start, part in zip(starts, arrays, strict=False)))
 
+    @classmethod
+    def of_padded(cls, rows: PaddedStateRows) -> "DeviceRows":
+        """Without a read by the host."""
+        count, width = rows.parents.shape
+        request, node = (torch.arange(size, device=rows.slots.device) for size in (count, width))
+        firsts, parents = request * width, rows.parents
+        here = firsts[:, None] + node
+        is_known = node < rows.num_known[:, None]
+        copies = rows.copies.where(is_known, -1)
+        last = firsts + (rows.num_known - 1).clamp(min=0)
+        windows = _listed(
+            torch.cat((copies >= 0, rows.num_known[:, None] > 0), 1),
+            torch.cat((here, last[:, None]), 1),
+            torch.cat((copies, rows.slots[:, None]), 1),
+        )
+        if rows.sees is None:
+            steps = _listed(is_known, here, torch.zeros_like(here))
+        else:  # row 0, then of each draft the rows behind it on its path
+            is_step = rows.sees & ((node > 0) | (node[:, None] == 0))
+            restarts = ((parents <= 0) & (node > 0)).long()
+            shape = is_step.shape
+            steps = _listed(
+                is_step.flatten(1),
+                here[:, None].expand(shape).flatten(1),
+                restarts[:, None].expand(shape).flatten(1),
+            )
+        return cls(
+            rows.slots,
+            rows.num_known,
+            rows.is_fresh.long(),
+            firsts,
+            torch.where(parents >= 0, parents + firsts[:, None], -1).flatten(),
+            request.repeat_interleave(width),
+            copies.flatten(),
+            *windows,
+            *steps,
+        )
+
+
+def _listed(is_listed: Tensor, *values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(where the listed values of each request start, int64 [R + 1], the values of all), from tensors [R, n]."""
+    ends = is_listed.flatten().cumsum(0)
+    places = torch.where(is_listed.flatten(), ends - 1, len(ends))  # the others go behind all
+    first, second = (
+        torch.zeros(len(ends) + 1, dtype=torch.int64, device=ends.device).scatter_(0, places, part.flatten())
+        for part in values
+    )
+    return F.pad(ends[is_listed.shape[1] - 1 :: is_listed.shape[1]], (1, 0)), first, second
+
 
 # The layers of a pass have the same rows.
-_on_device = lru_cache(maxsize=2)(DeviceRows.of)
+@lru_cache(maxsize=2)
+def _on_device(rows: AnyStateRows, device: torch.device) -> DeviceRows:
+    return DeviceRows.of(rows, device) if isinstance(rows, StateRows) else DeviceRows.of_padded(rows)
 
 
-def convolve(conv: Convolution, x: Tensor, pool: Tensor, rows: StateRows) -> Tensor:
+def convolve(conv: Convolution, x: Tensor, pool: Tensor, rows: AnyStateRows) -> Tensor:
     """See TorchOps.convolve."""
     x, (width, size) = x.contiguous(), conv.weights.shape
     out, place, early = torch.empty_like(x), _on_device(rows, x.device), starts_early(x.device)
@@ -84,7 +136,9 @@ def convolve(conv: Convolution, x: Tensor, pool: Tensor, rows: StateRows) -> Ten
     return out
 
 
-def gated_delta(net: DeltaNet, qkv: Tensor, a: Tensor, b: Tensor, z: Tensor, pool: Tensor, rows: StateRows) -> Tensor:
+def gated_delta(
+    net: DeltaNet, qkv: Tensor, a: Tensor, b: Tensor, z: Tensor, pool: Tensor, rows: AnyStateRows
+) -> Tensor:
     """See TorchOps.gated_delta."""
     qkv, a, b, z = (part.contiguous() for part in (qkv, a, b, z))
     out, place, early = torch.empty_like(z), _on_device(rows, z.device), starts_early(z.device)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from specray.errors import ConfigError
 from specray.ops.graphs import Graphs, make_graphs
 from tests.support.graph_stand_in import RecordedGraphs
 
@@ -31,6 +32,18 @@ def test_a_function_runs_once_before_its_capture() -> None:
     graphs.capture("graph", lambda: runs.append("run"))
     graphs.replay("graph")
     assert runs == ["run", "run", "replay"]
+
+
+def test_a_model_that_no_graph_can_have_is_refused_with_the_way_out() -> None:
+    class Forbidding:
+        def capture(self, run: Callable[[], object]) -> None:  # noqa: ARG002
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+        def replay(self) -> None:
+            """It has nothing."""
+
+    with pytest.raises(ConfigError, match=r"no CUDA graph .*not permitted.*; set disable_cuda_graph: true"):
+        Graphs(Forbidding).capture("graph", lambda: None)
 
 
 def test_a_replay_computes_with_what_its_inputs_hold_then() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specray.ops.device_ops import ops_on
-from specray.ops.states import StatePass, StateRows, StateShape
+from specray.ops.states import AnyStateRows, PaddedStateRows, StatePass, StateRows, StateShape
 from specray.ops.states_torch import Convolution, DeltaNet
 from specray.ops.torch_ops import TorchOps
 
@@ -35,7 +35,7 @@ class DeltaOperation:
         sizes = (self.net.num_channels, HEADS, HEADS, HEADS * V_DIM)
         return [random(length, size, seed=seed + place).to(dtype) for place, size in enumerate(sizes)]
 
-    def __call__(self, inputs: Sequence[Tensor], pool: Tensor, rows: StateRows) -> Tensor:
+    def __call__(self, inputs: Sequence[Tensor], pool: Tensor, rows: AnyStateRows) -> Tensor:
         qkv, a, b, z = inputs
         return self._ops.gated_delta(self.net, qkv, a, b, z, pool, rows)
 
@@ -49,7 +49,7 @@ class ConvolutionOperation:
     def inputs(self, length: int, dtype: torch.dtype, seed: int) -> list[Tensor]:
         return [random(length, 21, seed=seed).to(dtype)]
 
-    def __call__(self, inputs: Sequence[Tensor], pool: Tensor, rows: StateRows) -> Tensor:
+    def __call__(self, inputs: Sequence[Tensor], pool: Tensor, rows: AnyStateRows) -> Tensor:
         return self._ops.convolve(self.conv, inputs[0], pool, rows)
 
 
@@ -63,6 +63,7 @@ if find_spec("triton") is not None:
     from specray.ops.gpu.ops import TritonOps
 
     OPS.append(pytest.param(TritonOps(), torch.bfloat16, id="triton-bfloat16"))  # its interpreter is slow
+IN_GRAPHS = [each for each in OPS if each.id is not None and not each.id.startswith("best")]
 Operation = DeltaOperation | ConvolutionOperation
 
 
@@ -140,3 +141,48 @@ def test_a_step_leaves_the_state_behind_the_accepted_drafts(
         decoded(operation, [part[:7] for part in text], after, 5)
     assert torch.equal(pool, after)
     assert not torch.equal(pool[2], other)
+
+
+@pytest.mark.parametrize("accepted", [0, 1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("ops", "dtype"), IN_GRAPHS)
+def test_a_padded_step_gives_the_bits_and_states_of_a_ragged_one(
+    ops: TorchOps, kind: type[Operation], accepted: int, dtype: torch.dtype
+) -> None:
+    """A tree, a chain that is padded to its size, and padding in front: its slot is another request's."""
+    operation, width = kind(ops), len(TREE)
+    ragged, padded = pool_of(operation, dtype), pool_of(operation, dtype)
+    trees, slots, accepts = [TREE, [-1, 0, 1]], [1, 2], [PATH[:accepted], [1, 2]]
+    inputs = [operation.inputs(length, dtype, seed) for length, seed in ((width, 20), (3, 40))]
+    copies = [{1: 4, 2: 5}, {3: 6}]
+    rows = StateRows.of(slots, [width, 3], [1, 1], [False, True], trees, copies)
+    states = StatePass([ragged], rows, copies)
+    expected = states.run(operation, *(torch.cat(parts) for parts in zip(*inputs, strict=True)))
+    states.commit(accepts)
+
+    def at_nodes(values: list[list[int]], fill: int = -1) -> Tensor:
+        return torch.tensor([[fill] * width, *([*each, *[fill] * (width - len(each))] for each in values)])
+
+    parents = at_nodes(trees)
+    sees = torch.eye(width, dtype=torch.bool).repeat(3, 1, 1)
+    for row, tree in enumerate(trees, 1):
+        for node, parent in enumerate(tree[1:], 1):
+            sees[row, node] |= sees[row, parent]
+    stored = at_nodes([[4, 5], [-1, -1, 6]])
+    of_slots, is_fresh = torch.tensor([2, *slots]), torch.tensor([True, False, True])
+    step = [torch.zeros(3, width, part.shape[1], dtype=dtype) for part in inputs[0]]
+    for row, of_request in enumerate(inputs, 1):
+        for whole, part in zip(step, of_request, strict=True):
+            whole[row, : len(part)] = part
+    forward = PaddedStateRows(of_slots, torch.tensor([0, 1, 1]), is_fresh, parents, stored, sees)
+    found = operation([part.flatten(0, 1) for part in step], padded, forward)
+    found = found.view(3, width, -1)
+    assert torch.equal(torch.cat((found[1], found[2, :3])), expected)
+    nodes = at_nodes(accepts, fill=0)[:, : width - 1]
+    chain = torch.arange(-1, width - 2).expand(3, -1)
+    kept = [part[torch.arange(3)[:, None], nodes].flatten(0, 1) for part in step]
+    behind = PaddedStateRows(
+        of_slots, torch.tensor([0, accepted, 2]), torch.zeros(3, dtype=torch.bool), chain, stored[:, 1:]
+    )
+    operation(kept, padded, behind)
+    assert torch.equal(padded, ragged)
