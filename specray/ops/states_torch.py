@@ -103,7 +103,7 @@ def gated_delta(
 ) -> Tensor:
     """See TorchOps.gated_delta."""
     changes = _changes(net, qkv, a, b)
-    seen = (_run_padded if isinstance(rows, PaddedStateRows) else _run)(changes, pool, rows)
+    seen = _run(changes, pool, rows) if isinstance(rows, StateRows) else _run_padded(changes, pool, rows)
     normed = seen * torch.rsqrt(_sum(seen * seen, -1)[..., None] / net.v_dim + net.eps) * net.norm
     return (normed.flatten(1) * silu(z.float())).to(z.dtype)
 

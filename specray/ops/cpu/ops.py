@@ -16,7 +16,7 @@ from specray.ops.cpu.structs import FLOAT_TYPES, pointer
 from specray.ops.layer_attention import LayerAttention
 from specray.ops.quantised_weight import Weight
 from specray.ops.sampling_state import GREEDY_BELOW, SamplingBatch
-from specray.ops.states import StateRows
+from specray.ops.states import AnyStateRows, StateRows
 from specray.ops.states_torch import Convolution, DeltaNet
 from specray.ops.torch_matrix import Linear
 from specray.ops.torch_ops import TorchOps
@@ -75,12 +75,14 @@ class CpuOps(TorchOps):
     def commit_paths(self, pool: Tensor, kv_slots: Tensor, outcome: Tensor) -> None:
         commit_paths(self.kernels, pool, kv_slots, outcome)
 
-    def convolve(self, conv: Convolution, x: Tensor, pool: Tensor, rows: StateRows) -> Tensor:
+    def convolve(self, conv: Convolution, x: Tensor, pool: Tensor, rows: AnyStateRows) -> Tensor:
+        assert isinstance(rows, StateRows), "the CPU kernels have no graphs"
         return states.convolve(self.kernels, conv, x, pool, rows)
 
     def gated_delta(
-        self, net: DeltaNet, qkv: Tensor, a: Tensor, b: Tensor, z: Tensor, pool: Tensor, rows: StateRows
+        self, net: DeltaNet, qkv: Tensor, a: Tensor, b: Tensor, z: Tensor, pool: Tensor, rows: AnyStateRows
     ) -> Tensor:
+        assert isinstance(rows, StateRows), "the CPU kernels have no graphs"
         return states.gated_delta(self.kernels, net, qkv, a, b, z, pool, rows)
 
     def argmax(self, logits: Tensor) -> Tensor:
