@@ -122,9 +122,11 @@ def rotate_head(
         slot = tl.load(slot_mapping + token)
         target = slot * slot_stride + (head - Q_HEADS) * DIM + column
         if MANTISSA:
-            first, second = to_float8(first, MANTISSA), to_float8(second, MANTISSA)
-        tl.store(pool + target, first.to(pool.dtype.element_ty), mask=is_column)
-        tl.store(pool + target + DIM // 2, second.to(pool.dtype.element_ty), mask=is_column)
+            tl.store(pool + target, to_float8(first, MANTISSA), mask=is_column)
+            tl.store(pool + target + DIM // 2, to_float8(second, MANTISSA), mask=is_column)
+        else:
+            tl.store(pool + target, first.to(pool.dtype.element_ty), mask=is_column)
+            tl.store(pool + target + DIM // 2, second.to(pool.dtype.element_ty), mask=is_column)
 
 
 @triton.jit
