@@ -102,7 +102,7 @@ class PaddedStates:
         """The next operation of the pass."""
         place = len(self._operations)
         self._operations.append((operation, [part.shape[1] for part in inputs]))
-        torch.cat(inputs, 1, out=self._inputs[place][: rows.total])
+        torch.cat(list(inputs), 1, out=self._inputs[place][: rows.total])
         return operation(inputs, self._pools[place], rows)
 
     def commit(self, slots: Tensor, is_request: Tensor, outcome: Tensor, width: int) -> None:
@@ -115,7 +115,7 @@ class PaddedStates:
         is_fresh = torch.zeros_like(is_request)
         rows = PaddedStateRows(slots, num_accepted, is_fresh, chain, self._copies[:count, 1 : 1 + nodes.shape[1]])
         for (operation, widths), inputs, pool in zip(self._operations, self._inputs, self._pools, strict=True):
-            operation(inputs.index_select(0, places).split(widths, 1), pool, rows)
+            operation(inputs.index_select(0, places).split_with_sizes(widths, 1), pool, rows)
 
 
 class _PaddedPass:
