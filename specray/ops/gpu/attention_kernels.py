@@ -206,7 +206,6 @@ def attend_tiles(
             values = tl.load(pool + kv_places + KV_HEADS * DIM, mask=is_loaded, other=0.0)
             if MANTISSA:
                 keys = from_float8(keys, queries.dtype, MANTISSA, CONVERTS)
-                values = from_float8(values, queries.dtype, MANTISSA, CONVERTS)
             scores = dot(queries, tl.trans(keys), tl.zeros([ROWS, KEYS], tl.float32)) * scale
             if CAPPED:
                 scores = _capped(scores, cap)
@@ -219,6 +218,8 @@ def attend_tiles(
             weights = tl.exp2(scores - reference[:, None])
             before = tl.exp2(chunk_top - reference)
             new_total = tl.fma(chunk_total, before, tl.sum(weights, 1))
+            if MANTISSA:  # late: converted with the keys, the values would take registers that there are not
+                values = from_float8(values, queries.dtype, MANTISSA, CONVERTS)
             new_mixed = dot(weights.to(values.dtype), values, chunk_mixed * before[:, None])
             if PATHS > 1:  # nothing of other queries' paths, even if it is not finite
                 new_top = tl.where(is_updated, new_top, chunk_top)
