@@ -22,7 +22,6 @@ PEERS_SPEED = "Tokens a second, beside peers"
 NOT_SHOWN = {  # the first follows from tokens a second and a step; the others are for those who change kernels
     "Milliseconds a step of one request",
     "Kernels",
-    "Simulated: 16 of 64 engines lost, an 8B model's steps on an NVIDIA H200",
     "Attention of one layer, bfloat16, in microseconds",
     "Time of a step / the rank's time in it",
     "Checks",

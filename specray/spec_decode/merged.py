@@ -1,6 +1,6 @@
 """One tree from several sources: the drafter's tree, n-grams of three kinds of text, and a predicted output.
 
-The trees are merged by path (`tree_merge`), and the likeliest nodes are verified. Every source has a calibration, which
+The trees are merged by path (`tree_merge`); the most probable nodes are verified. Every source has a calibration, which
 learns from the text that followed its nodes, verified or not, so no source has to know how good it is: one for all
 requests, and one for each request that starts from it. Both depend on texts alone, so that all ranks have equal trees.
 The scores of the merged trees are calibrated chances, by which `draft_budget` verifies as many nodes as pay.
@@ -99,7 +99,7 @@ class PredictionSource:
 
 
 @dataclass(slots=True)
-class _Request:
+class _RequestChances:
     """What is known of a running request."""
 
     calibrations: dict[str, Calibration] = field(default_factory=dict)
@@ -117,7 +117,7 @@ class MergedDrafter:
         self.drafter = drafter
         self._sources = sources
         self._calibrations: dict[tuple[str, bool], Calibration] = {}  # by source and whether requests are sampled
-        self._requests: dict[int, _Request] = {}  # by slot
+        self._requests: dict[int, _RequestChances] = {}  # by slot
         self._usual_gain = 2.0  # tokens that a tree of the drafter is expected to bring
         # Without n-grams only requests with a prediction have merged trees: with scores if all others have them.
         self._gives_scores = any(isinstance(source, NgramSource) for source in sources)
@@ -158,7 +158,7 @@ class MergedDrafter:
 
     def _proposals(self, state: RequestState) -> list[Proposal]:
         """Those of the other sources for a request."""
-        self._requests.setdefault(state.slot, _Request())
+        self._requests.setdefault(state.slot, _RequestChances())
         rate_of = partial(self._rate_of, state)
         return [each for source in self._sources for each in source.propose(state, rate_of, self.max_draft_tokens)]
 

@@ -166,7 +166,7 @@ def _most_frequent_path(texts: Texts, rules: NgramRules) -> _Path:
 
 
 def grow_matches(matches: Sequence[Match], rate: Rate, most: int) -> tuple[TreeLists, list[int]]:
-    """The `most` likeliest nodes below matches, which are in order, the longest first; and the evidence of each.
+    """At most `most` nodes below matches, which are in order, the longest first; and the evidence of each.
 
     `rate` is how often nodes follow their parents, by evidence (`ngram_evidence`).
     """

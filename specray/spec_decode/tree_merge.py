@@ -56,7 +56,7 @@ class Calibration:
 def merge(
     parts: Sequence[tuple[Proposal, Rate]], root: int, most: int, max_depth: int, least: float = LEAST_SURVIVAL
 ) -> ScoredLists:
-    """The `most` likeliest nodes of all trees below `root`, the likeliest first, so that parents precede children.
+    """At most `most` nodes of all trees below `root`, the most probable first, so that parents precede children.
 
     Nodes deeper than `max_depth` and less likely than `least` are left out. The rates of siblings sum to 1 at most.
     """
