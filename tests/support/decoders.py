@@ -205,7 +205,7 @@ SERVED: dict[str, tuple[str, dict[str, Any]]] = {
     "apertus": ("ApertusConfig", {}),
     "helium": ("HeliumConfig", {}),
     "llama4": ("Llama4TextConfig", _EXPERTS | {"num_hidden_layers": 4, "intermediate_size_mlp": 48}),
-    "mimo_v2_flash": ("MiMoV2FlashConfig", _SIGMOID | _WINDOW),
+    "mimo_v2_flash": ("MiMoV2FlashConfig", _SIGMOID | _WINDOW | {"n_shared_experts": None}),
     "laguna": ("LagunaConfig", _EXPERTS | _WINDOW),
     "solar_open": ("SolarOpenConfig", _SIGMOID),
     "dots1": ("Dots1Config", _SIGMOID | _WINDOW),

@@ -271,7 +271,7 @@ def test_what_layers_with_states_keep_of_drafts_is_counted_on_a_gpu(tmp_path: Pa
         options = {"algorithm": "NGRAM", "num_draft_tokens": num_drafts + 1} if num_drafts else {}
         speculative = SpeculativeConfig.model_validate(options)
         kept = memory_plan._draft_inputs(EngineConfig(speculative=speculative), shape, torch.bfloat16)
-        assert kept == rows * num_drafts * layers * inputs * 2
+        assert kept == rows * (num_drafts + 1) * layers * inputs * 2
         plain, seen = (demand(tmp_path, speculative=speculative, has_states=has) for has in (False, True))
         assert seen.dynamic > plain.dynamic + kept, "their layers are wider than the others"
 
