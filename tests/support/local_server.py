@@ -18,6 +18,7 @@ from specray.models.files import resolve_model
 from specray.models.tokenizer import load_tokenizer
 from specray.server.app import create_app
 from specray.server.routing.router_pool import RouterPool
+from specray.server.routing.subset import IngressPlace
 from specray.server.service import Service
 from specray.server.tokenization import Tokenization
 from specray.worker.local import LocalExecutor
@@ -130,3 +131,9 @@ class _Directory:
 
     def handle(self, _replica_id: str) -> Any:
         return self._router
+
+    def place(self) -> IngressPlace:
+        return IngressPlace()
+
+    def subscribe(self, changed: Callable[[], object]) -> None:
+        """The list never changes."""

@@ -56,7 +56,10 @@ def test_wrong_usage_exits_with_status_2(arguments: list[str], capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["bench", "--arms", "magic"], "variant 'magic' is unknown; choose from plain, transformers, eagle3, "),
+        (
+            ["bench", "--arms", "magic"],
+            "variant 'magic' is unknown; choose from plain, transformers, corpus:NAME, eagle3, ",
+        ),
         (["bench", "--arms", "transformers", "--temperature", "0.5"], "temperature=0.5"),
         (["bench", "--prompts", "missing.jsonl"], "missing.jsonl"),
         (["bench", "--config", "missing.yaml"], "error: missing.yaml: No such file or directory"),

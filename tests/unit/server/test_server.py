@@ -355,7 +355,6 @@ def test_503_until_a_router_is_connected(serve: Serve, monkeypatch: pytest.Monke
         async with serve(connect=False) as server:
             for reply in (
                 await server.http.get("/health"),
-                await server.http.get("/metrics"),
                 await server.http.post("/v1/chat/completions", json=CHAT),
                 await server.http.post("/generate", json={"text": "a"}),
             ):

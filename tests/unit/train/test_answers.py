@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from specray.errors import ConfigError
 from specray.train.answer_options import AnswerOptions
-from specray.train.answers import _only_one_at, aux_hidden_state_layers, make_answers
+from specray.train.answers import aux_hidden_state_layers, make_answers, only_one_at
 from specray.train.batches import AnswerFolder
 from specray.train.hidden_states import HiddenStateComputer
 from specray.train.shards import Shard, list_shards, written_indexes
@@ -253,7 +253,7 @@ def test_commands_that_generate_into_one_folder_take_turns(
         return "waiting for another command" in "".join(shown)
 
     thread = threading.Thread(target=make_answers, args=(replace(options, folder=complete), False))
-    with _only_one_at(complete):
+    with only_one_at(complete):
         thread.start()
         wait_until(is_waiting, seconds=60)
         assert thread.is_alive()
