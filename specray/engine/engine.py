@@ -138,7 +138,8 @@ class Engine:
         `budget` is that of `new_budget`, which is called here if it is None.
         """
         self.scheduler.budget = budget or self.new_budget(speculative, max_draft_tokens)
-        self.scheduler.budget.record_tiers(self._tiers)
+        if any(tier.num_nodes > max_draft_tokens for tier in self._tiers):  # else they say nothing of its larger trees
+            self.scheduler.budget.record_tiers(self._tiers)
         self.capacity = self.capacity._replace(max_draft_tokens=max_draft_tokens)
         self.scheduler.max_draft_tokens = max_draft_tokens
         self._timer = StepTimer(self._speedup.record)

@@ -102,7 +102,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def reason_without_graphs(body: nn.Module, recorder: Recorder) -> str | None:
     """Why no CUDA graph can have a pass through `body`, which `recorder` has seen; None if one can."""
     if any(hasattr(part, "packed_experts") for part in body.modules()):
-        return "its experts run one after the other, and the host reads which of them have tokens"
+        return "its experts are not captured: some run one after the other, and the host reads which have tokens"
     # The host plans the states of a pass without a graph alone.
     readers = [type(part).__name__ for part in recorder.readers if not isinstance(part, StateLayer)]
     return f"{readers[0]} of transformers exchanges numbers with the host" if readers else None
@@ -110,8 +110,9 @@ def reason_without_graphs(body: nn.Module, recorder: Recorder) -> str | None:
 
 def reads_on_host(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether an operator reads a tensor on the host."""
-    if func.overloadpacket is torch.ops.aten.index:
-        return any(index is not None and index.dtype == torch.bool for index in args[1])
+    if func.overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_):
+        has_mask = any(index is not None and index.dtype == torch.bool for index in args[1])
+        return has_mask and not (len(args) > 2 and args[2].numel() == 1)  # one value is filled in without a count
     if func is torch.ops.aten.repeat_interleave.Tensor:
         return kwargs.get("output_size") is None
     return func.name().removeprefix("aten::").partition(".")[0] in _READING

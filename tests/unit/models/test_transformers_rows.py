@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specray.models.transformers_rows import Recorder, RowWise, compute_row_wise
+from specray.models.transformers_rows import Recorder, RowWise, compute_row_wise, reads_on_host
 from specray.ops.cpu.library import kernels
 
 WIDTH, ROWS = 23, 400  # a width that no vector register divides
@@ -167,3 +167,11 @@ def assert_same_in_any_batch(function: Function, x: Tensor) -> None:
     for start, count in [(0, 1), (1, 1), (ROWS - 1, 1), (5, 2), (17, 3), (100, 7), (200, 33), (1, 40), (9, 200)]:
         part = slice(start, start + count)
         assert torch.equal(function(x[part].clone()), together[part]), (start, count)
+
+
+def test_storing_several_values_under_a_mask_is_a_read_of_the_host() -> None:
+    x, mask, index = torch.zeros(4), torch.tensor([True, False, True, False]), torch.tensor([0, 2])
+    put = torch.ops.aten.index_put_.default
+    assert reads_on_host(put, (x, [mask], torch.ones(2)), {})
+    assert not reads_on_host(put, (x, [mask], torch.tensor(1.0)), {})
+    assert not reads_on_host(put, (x, [index], torch.ones(2)), {})

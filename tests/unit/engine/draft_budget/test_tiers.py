@@ -1,5 +1,6 @@
 """The budget of steps in CUDA graphs: depth follows the batch, by costs that were measured before the first request."""
 
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -12,6 +13,7 @@ from specray.engine.draft_budget.costs import StepShape
 from specray.engine.draft_budget.tiers import FORGET_AFTER, TierBudget, TierCosts
 from specray.engine.executor import Capacity
 from specray.step import TierSeconds
+from tests.support.engine import make_llm
 
 MOST = 7  # drafts of a chain
 RATE = 0.8  # of each draft, if the one before was accepted: 4.2 tokens a step with 7 drafts
@@ -69,6 +71,15 @@ def test_requests_that_the_drafter_has_not_read_have_no_drafts() -> None:
     budget.record_tiers(TIERS)
     missed = Drafting(MOST, RequestAcceptance(num_missed_tokens=100))
     assert budget.shares([missed, Drafting(MOST, RequestAcceptance())]).num_drafts == [0, MOST]
+
+
+def test_times_of_smaller_trees_do_not_limit_another_drafter(toy: Path) -> None:
+    with make_llm(toy) as llm:
+        llm.engine._tiers = [TierSeconds(4, 1, 1e-3, 0.0)]
+        for most, kept in ((3, False), (0, True)):
+            budget = TierBudget(None)
+            llm.engine.draft_with(SpeculativeConfig(algorithm="NGRAM"), most, budget)
+            assert (budget._costs is not None) is kept
 
 
 def test_a_limit_of_all_drafts_is_kept() -> None:
