@@ -32,6 +32,8 @@ from specray.spec_decode.tree_merge import Calibration, Proposal, Rate, ScoredLi
 
 DRAFTER, PREDICTION, TEXTS = "drafter", "prediction", ("own text", "finished texts", "corpora")
 GROWTH_COST = 0.2  # a step's additional time for the drafter's trees, by heads of the configurations in configs/
+_FIRST_GAIN = 2.0  # tokens that a tree of the drafter brings before any was seen
+_GAIN_FORGOTTEN = 1024  # steps without the drafter's trees, after which they are expected to bring as many again
 MEMORY_TREES = 64  # of the drafter, for what one usually brings
 # Lower ends of the classes of a node's probability, given its parent. Nodes without one are classified by depth.
 EDGES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
@@ -118,7 +120,7 @@ class MergedDrafter:
         self._sources = sources
         self._calibrations: dict[tuple[str, bool], Calibration] = {}  # by source and whether requests are sampled
         self._requests: dict[int, _RequestChances] = {}  # by slot
-        self._usual_gain = 2.0  # tokens that a tree of the drafter is expected to bring
+        self._usual_gain = _FIRST_GAIN  # tokens that a tree of the drafter is expected to bring
         # Without n-grams only requests with a prediction have merged trees: with scores if all others have them.
         self._gives_scores = any(isinstance(source, NgramSource) for source in sources)
 
@@ -130,18 +132,20 @@ class MergedDrafter:
         if not proposals:
             return self.drafter.propose(context)
         merged = {place: self._merged(context, place, found) for place, found in proposals.items()}
-        if len(merged) < len(states) or any(map(self._pays, merged.values())):
+        if len(merged) < len(states) or not all(proposals.values()) or any(map(self._pays, merged.values())):
             tree = self.drafter.propose(context)
             self._gives_scores |= tree.scores is not None
             drafted = _proposals_of(tree)
             proposals = {place: [*found, drafted[place]] for place, found in proposals.items() if place in drafted}
             merged = {place: self._merged(context, place, found) for place, found in proposals.items()}
         else:
+            self._usual_gain += (_FIRST_GAIN - self._usual_gain) / _GAIN_FORGOTTEN  # later texts may be others
             everything = context.requests + context.unfinished
             self.drafter.propose(replace(context, requests=[], unfinished=everything, replay=None))
             tree = DraftTree.roots(context.roots())
         for place, found in proposals.items():
-            self._count_gain(found[-1], states[place])
+            if found:
+                self._count_gain(found[-1], states[place])
             known = self._requests[states[place].slot]
             known.proposals, known.num_known = found, len(states[place].token_ids)
         return _replaced(tree, merged, self._gives_scores)

@@ -80,7 +80,8 @@ class TierBudget:
             return Shares([0] * len(requests), self._runs_drafter(requests, num_reading))
         wanted = [request.most if request.acceptance.is_caught_up else 0 for request in requests]
         most = self._best(requests, wanted)
-        wanted = [min(most, count) for count in wanted]
+        pairs = zip(requests, wanted, strict=True)
+        wanted = [count if request.is_compared else min(most, count) for request, count in pairs]
         self._num_without_drafts = 0 if any(wanted) else self._num_without_drafts + 1
         if self._num_without_drafts >= FORGET_AFTER:
             self._nodes.clear()

@@ -54,6 +54,8 @@ class DrafterSelector:
                 self._bandit.forget(name)
         self._members, self._default = members, speculative.default_drafter
         self._shadow, self._share = speculative.shadow.drafter, speculative.shadow.share
+        others = [name for name in members if name != self._shadow]
+        self._replaced = self._default or (others[0] if len(others) == 1 else None)  # None: the bandit chooses
         sizes = {name: member.num_nodes for name, member in members.items()}
         self._most = {name: MAX_TREE_NODES if size is None else size - 1 for name, size in sizes.items()}
         _name_drafters(self._stats, members)
@@ -70,7 +72,8 @@ class DrafterSelector:
             wanted = self._bandit.choose(spec.tenant, kind, [name for name in self._members if name != self._shadow])
         else:
             self._bandit.start(spec.tenant, kind, wanted)
-        may_have_shadow = self._shadow not in (None, wanted) and _is_typical(request)
+        # A client's own choice says nothing about the drafter that the shadow would replace.
+        may_have_shadow = self._shadow is not None and self._replaced in (None, wanted) and _is_typical(request)
         is_shadowed = may_have_shadow and self._random.random() < self._share
         request.acceptance.drafter = wanted
         shadow = self._shadow if is_shadowed else None

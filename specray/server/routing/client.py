@@ -298,7 +298,7 @@ class RouterClient(RouterCalls):
                 part.cancel()
             node_id = self.info.node_id if self.info is not None else ""
             self.info = None
-            if self._closes_when_idle:
+            if self._is_stopping:
                 self._end = ConnectionEnd("the router was stopped", [])
             listeners, self._listeners = self._listeners, {}
             for listener in set(listeners.values()):

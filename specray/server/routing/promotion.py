@@ -12,7 +12,7 @@ from typing import Any
 
 from specray.config import SpeculativeConfig, with_values
 from specray.engine.drafter_selection.paired_gain import PairedGain
-from specray.errors import SpecRayError
+from specray.errors import ConfigError, SpecRayError
 from specray.server import OPERATOR_LOG
 from specray.server.routing.rollout import DrafterRollout
 
@@ -35,11 +35,15 @@ async def promote_shadows(rollout: DrafterRollout) -> None:
                 logger.warning("new requests get the drafter %s: %s", after.default_drafter, reason)
         except SpecRayError as error:  # no engine answers, or another ingress was first
             logger.info("the shadow drafter was not promoted: %s", error)
+        except Exception:  # an error of the cluster ends no task that others rely on
+            logger.exception("the shadow drafter was not looked at")
 
 
 def _if_still(seen: SpeculativeConfig, after: SpeculativeConfig, latest: SpeculativeConfig) -> SpeculativeConfig:
-    """`after`, unless somebody has changed the drafters meanwhile."""
-    return after if latest == seen else latest
+    """`after`. Raises ConfigError if somebody has changed the drafters meanwhile."""
+    if latest != seen:
+        raise ConfigError("the drafters were changed meanwhile")
+    return after
 
 
 def decide(now: SpeculativeConfig, reports: Mapping[str, Mapping[str, Any]]) -> tuple[SpeculativeConfig, str]:

@@ -90,6 +90,19 @@ def test_the_drafter_reads_but_does_not_draft_what_n_grams_are_sure_of() -> None
     assert paths(tree)[0] == (1,)
 
 
+def test_a_drafter_that_brought_nothing_is_tried_again() -> None:
+    model = RecordingDrafter()
+    drafter = merged(model)
+    assert isinstance(drafter, MergedDrafter)
+    drafter._usual_gain = 0.0
+    assert paths(propose(drafter, [100])) == [(50,), (50, 50)], "nothing else drafts for it"
+    drafter._usual_gain = 0.0
+    for _ in range(300):
+        propose(drafter, [1, 2, 3, 4, 1, 2])
+        assert model.drafted[-1] == []
+    assert drafter._usual_gain > 0.4
+
+
 def test_a_source_that_is_wrong_loses_its_place() -> None:
     """The n-grams say 7 after 1 2, but other tokens follow: the drafter's tokens come first then."""
     drafter, text = merged(RecordingDrafter()), [1, 2, 7, 8]

@@ -66,6 +66,16 @@ def test_drafts_that_are_not_accepted_are_turned_off_and_tried_again() -> None:
     assert (seen[0], seen[-1]) == (0, MOST)
 
 
+def test_shadowed_requests_draft_whole_trees_where_drafts_do_not_pay() -> None:
+    budget = TierBudget(None)
+    budget.record_tiers(TIERS)
+    assert chosen(budget, 64, rate=0.05) == {0}
+    shadowed = Drafting(MOST, RequestAcceptance(), is_compared=True)
+    shares = budget.shares([shadowed, *[Drafting(MOST, RequestAcceptance())] * 63])
+    assert shares.num_drafts == [MOST, *[0] * 63]
+    assert shares.runs_drafter
+
+
 def test_requests_that_the_drafter_has_not_read_have_no_drafts() -> None:
     budget = TierBudget(None)
     budget.record_tiers(TIERS)
