@@ -83,8 +83,9 @@ def test_engines_get_the_better_drafter_and_the_former_one_back(serve: Serve, op
             assert in_use(rollout.speculative) == (None, "new", True)
             note(server, "new", BETTER)
             await server.until(lambda: in_use(rollout.speculative) == ("new", "old", True), 30.0)
-            states = [replica.ranks.drafter.state.speculative for replica in server.replicas]
-            assert [in_use(state) for state in states] == [("new", "old", True)] * 2
+            drafters = [replica.ranks.drafter for replica in server.replicas]
+            of_all = [("new", "old", True)] * 2  # one engine after the other
+            await server.until(lambda: [in_use(drafter.state.speculative) for drafter in drafters] == of_all, 30.0)
             for replica in server.replicas:
                 assert not any(replica.router._engine._engine.stats.labelled[PAIRED[0]].values()), "counted anew"
             server.replicas[1].router._engine._engine.stats.set("specray_acceptance_collapsed", 1)
