@@ -5,6 +5,7 @@ A state that a wrong draft has touched, that lacks an accepted one or that was s
 text.
 """
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -93,7 +94,8 @@ def test_graphs_leave_no_trace_in_states(folder: Path, texts: dict[str, list[lis
     with recorded_graphs() as graphs, make_llm(folder, drafter, **layout) as llm:
         found = [each.choices[0].token_ids for each in llm.generate(PROMPTS, SAMPLED)]
         assert found == texts["sampled"]
-        assert {key for key, *_ in graphs[-1].replayed} == {"forward", "verify"}
+        has_experts = has_layers_with_experts(folder)  # no graph has these
+        assert {key for key, *_ in graphs[-1].replayed} == (set() if has_experts else {"forward", "verify"})
     prompt, text = PROMPTS[0], texts["greedy"][0]
     drafter = ScriptedDrafter(DRAWS["half-right"], [prompt + text])
     with recorded_graphs(), make_llm(folder, drafter, page_size=4, max_running_requests=1) as llm:
@@ -101,6 +103,10 @@ def test_graphs_leave_no_trace_in_states(folder: Path, texts: dict[str, list[lis
         [again] = llm.generate([prompt + text[:32]], replace(GREEDY, max_tokens=8))
         assert again.choices[0].token_ids == text[32:]
         assert num_cached(again) == 64
+
+
+def has_layers_with_experts(folder: Path) -> bool:
+    return "num_experts" in json.loads((folder / "config.json").read_text())
 
 
 @pytest.mark.parametrize("num_sent", [1, 23])

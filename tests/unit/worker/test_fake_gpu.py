@@ -53,9 +53,10 @@ def with_triton_experts(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -
 
 # These differ from others in sizes only, or on the host; transformers' modules are tried out, with numbers.
 SIZES = ("EAGLE3-wide", "EAGLE-chain", "EAGLE-deep", "NGRAM-short", "NGRAM-prob", "NGRAM-suffix", "MTP-mimo-v2")
+MERGED = ("EAGLE3-merged", "DSPARK-merged")  # on the host, which reads the trees
 
 
-@pytest.mark.parametrize("method", [None, *(name for name in METHODS if name not in SIZES)])
+@pytest.mark.parametrize("method", [None, *(name for name in METHODS if name not in SIZES + MERGED)])
 def test_a_step_stays_on_its_gpu(
     method: str | None, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,7 +74,7 @@ def test_a_step_stays_on_its_gpu(
         worker.propose()
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if name not in SIZES])
+@pytest.mark.parametrize("method", [name for name in METHODS if name not in SIZES + MERGED])
 def test_a_drafter_of_another_process_reads_its_hidden_states_on_its_gpu(
     method: str, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
