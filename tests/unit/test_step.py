@@ -19,6 +19,7 @@ from specray.step import (
     StepPlan,
     StepResult,
     StepTimes,
+    TierSeconds,
 )
 from specray.step_wire import pack, unpack_plan, unpack_result
 
@@ -74,7 +75,18 @@ row_result = st.builds(
 )
 times = st.builds(StepTimes, real, real, real, real)
 uses = st.lists(st.builds(DrafterUse, salts, real, real, small, small, small, small), max_size=2)
-results = st.builds(StepResult, small, st.lists(row_result, max_size=3), times, st.lists(salts, max_size=2), uses)
+tiers = st.lists(st.builds(TierSeconds, small, small, real, real), max_size=2)
+results = st.builds(
+    StepResult,
+    small,
+    st.lists(row_result, max_size=3),
+    times,
+    st.lists(salts, max_size=2),
+    uses,
+    st.booleans(),
+    st.booleans(),
+    tiers,
+)
 
 
 def tupled(value: Any) -> Any:
