@@ -74,7 +74,7 @@ row_result = st.builds(
     st.lists(st.floats(0, 1), max_size=3),
 )
 times = st.builds(StepTimes, real, real, real, real)
-uses = st.lists(st.builds(DrafterUse, salts, real, real, small, small, small, small), max_size=2)
+uses = st.lists(st.builds(DrafterUse, salts, real, real, *[small] * 8), max_size=2)
 tiers = st.lists(st.builds(TierSeconds, small, small, real, real), max_size=2)
 results = st.builds(
     StepResult,
