@@ -143,7 +143,7 @@ def unpack_reply(data: bytes) -> DraftReply:
         raise ValueError("not a reply: its fields have other types or bounds") from None
     if reply.fault not in (None, *DraftFault):
         raise ValueError(f"not a reply: its fault is {str(reply.fault)[:20]!r}")
-    if not all(0 <= part < _MOST_OF_A_USE for use in reply.uses for part in use[1:]):
+    if not all(map(_is_possible, reply.uses)):
         raise ValueError("not a reply: a drafter's use has impossible numbers")
     return reply
 
@@ -207,6 +207,12 @@ class DeltaDecoder:
         states = region[: order.num_tokens].to(self._table.device)
         missed = order.missed_kv_slots
         return ProposeContext(self._table, order.requests, order.unfinished, lambda: states, missed_kv_slots=missed)
+
+
+def _is_possible(use: DrafterUse) -> bool:
+    """Whether its numbers are within bounds. A shadow's gain is negative where its drafts are worse."""
+    parts = use._replace(shadow_gain=abs(use.shadow_gain))[1:]
+    return all(0 <= part < _MOST_OF_A_USE for part in parts)
 
 
 def _check_tree(tokens: list[int], parents: list[int], vocab_size: int, max_draft_tokens: int) -> None:

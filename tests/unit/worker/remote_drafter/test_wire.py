@@ -97,6 +97,8 @@ def test_a_fault_that_cannot_be_printed_is_no_reply() -> None:
 def test_uses_cross_the_socket() -> None:
     assert unpack_reply(pack(REPLY._replace(uses=[USE, USE]))).uses == [USE, USE]
     assert unpack_reply(pack(REPLY)).uses == []
+    worse = USE._replace(shadow_gain=-7, shadow_gain_squares=49)
+    assert unpack_reply(pack(REPLY._replace(uses=[worse]))).uses == [worse]
 
 
 @pytest.mark.parametrize(
