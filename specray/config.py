@@ -235,7 +235,7 @@ class SpeculativeConfig(DrafterOptions):
         0.0,
         ge=0.0,
         le=0.5,
-        description="Share of steps without drafts, to measure the speed-up; budget: auto has them anyway.",
+        description="Share of steps without drafts, to measure the speed-up; on CPUs, budget: auto has them anyway.",
     )
 
     verification: Literal["coupled", "rejection"] = Field(

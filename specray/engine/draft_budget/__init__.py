@@ -26,6 +26,6 @@ def make_budget(config: EngineConfig, speculative: SpeculativeConfig, capacity: 
     if kind == "static":
         return StaticBudget(most, speculative.plain_share)
     if capacity.has_graphs:
-        return TierBudget(most)
+        return TierBudget(most, speculative.plain_share)
     store = CostStore.of(with_values(config, speculative=speculative), capacity)
     return AutoBudget(most, store.load(), store.save)

@@ -63,6 +63,23 @@ class DraftBudget(Protocol):
         """Learn what steps in CUDA graphs take."""
 
 
+class PlainSteps:
+    """Chooses a share of the steps, in runs of PLAIN_STEPS, that have no drafts: they measure plain decoding."""
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._due = 0.0  # steps without drafts that are to come
+        self._left = 0  # of those that have begun
+
+    def has_next(self) -> bool:
+        """Whether the next step is one. Called once for each step."""
+        self._due += self._share
+        if self._due >= PLAIN_STEPS:
+            self._left, self._due = PLAIN_STEPS, self._due - PLAIN_STEPS
+        self._left, is_plain = max(0, self._left - 1), self._left > 0
+        return is_plain
+
+
 class StaticBudget:
     """Equal shares of `max_step_draft_tokens`; None sets no limit. `plain_share` of the steps have no drafts."""
 
@@ -70,17 +87,11 @@ class StaticBudget:
 
     def __init__(self, max_step_draft_tokens: int | None, plain_share: float = 0.0) -> None:
         self._most = max_step_draft_tokens
-        self._plain_share = plain_share
-        self._plain_due = 0.0  # steps without drafts that are to come
-        self._plain_left = 0  # of those that have begun
+        self._plain = PlainSteps(plain_share)
 
     def shares(self, requests: Sequence[Drafting], num_reading: int = 0) -> Shares:  # noqa: ARG002
         wanted = [request.most for request in requests]
-        self._plain_due += self._plain_share
-        if self._plain_due >= PLAIN_STEPS:
-            self._plain_left, self._plain_due = PLAIN_STEPS, self._plain_due - PLAIN_STEPS
-        if self._plain_left:
-            self._plain_left -= 1
+        if self._plain.has_next():
             return Shares([0] * len(requests))
         weights = [request.weight for request in requests]
         return Shares(wanted if self._most is None else shares_by_weight(wanted, weights, self._most))

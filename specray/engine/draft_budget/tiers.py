@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from math import exp
 
 from specray.engine.draft_budget.acceptance import NodeAcceptance, RequestAcceptance
-from specray.engine.draft_budget.budget import Drafting, Shares, shares_by_weight
+from specray.engine.draft_budget.budget import Drafting, PlainSteps, Shares, shares_by_weight
 from specray.engine.draft_budget.costs import CLIP, PACE_MEMORY, Curve, StepShape
 from specray.step import TierSeconds
 
@@ -62,12 +62,13 @@ class TierCosts:
 
 
 class TierBudget:
-    """DraftBudget over TierCosts. Until they are known, trees are whole."""
+    """DraftBudget over TierCosts. Until they are known, trees are whole. `plain_share` of the steps have no drafts."""
 
     learns = True
 
-    def __init__(self, max_step_draft_tokens: int | None) -> None:
+    def __init__(self, max_step_draft_tokens: int | None, plain_share: float = 0.0) -> None:
         self._most = max_step_draft_tokens
+        self._plain = PlainSteps(plain_share)
         self._costs: TierCosts | None = None
         self._nodes: dict[str, NodeAcceptance] = {}  # by the name of one of several drafters
         self._num_without_drafts = 0  # steps in a row
@@ -78,6 +79,8 @@ class TierBudget:
     def shares(self, requests: Sequence[Drafting], num_reading: int = 0) -> Shares:
         if not any(request.most for request in requests):  # says nothing about drafts, which nobody may have
             return Shares([0] * len(requests), self._runs_drafter(requests, num_reading))
+        if self._plain.has_next():
+            return Shares([0] * len(requests))
         wanted = [request.most if request.acceptance.is_caught_up else 0 for request in requests]
         most = self._best(requests, wanted)
         pairs = zip(requests, wanted, strict=True)

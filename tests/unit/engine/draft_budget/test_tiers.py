@@ -92,6 +92,13 @@ def test_times_of_smaller_trees_do_not_limit_another_drafter(toy: Path) -> None:
             assert (budget._costs is not None) is kept
 
 
+def test_a_share_of_the_steps_is_plain() -> None:
+    budget = TierBudget(None, plain_share=0.25)
+    shares = [budget.shares([Drafting(MOST, RequestAcceptance())]).num_drafts for _ in range(400)]
+    assert shares.count([0]) == pytest.approx(100, abs=10)
+    assert shares.count([0]) + shares.count([MOST]) == 400
+
+
 def test_a_limit_of_all_drafts_is_kept() -> None:
     assert TierBudget(9).shares([Drafting(MOST, RequestAcceptance())] * 3).num_drafts == [3, 3, 3]
 
