@@ -94,10 +94,12 @@ METRICS = (
     Metric(
         "specray_drafted_seconds_total",
         "counter",
-        "Time of steps with drafts that only decode, since plain ones with as many requests were measured.",
+        "Time of decode steps with drafts, for batch sizes whose plain steps were measured.",
     ),
     Metric(
-        "specray_drafted_plain_seconds_total", "counter", "Time that plain steps would have taken for the same tokens."
+        "specray_drafted_plain_seconds_total",
+        "counter",
+        "Time that plain decode steps would have taken to generate the tokens of these steps.",
     ),
     Metric("specray_draft_budget_tokens_total", "counter", "Draft tokens that steps were allowed, root not counted."),
     Metric("specray_spec_decode_num_drafts_total", "counter", "Verified trees with at least one draft token."),

@@ -158,7 +158,7 @@ class StepTimes(NamedTuple):
     draft: float  # drafting of the trees verified in this step
 
 
-class TierSeconds(NamedTuple):
+class BucketSeconds(NamedTuple):
     """What a step in CUDA graphs of these sizes takes, measured before the first request."""
 
     num_requests: int
@@ -181,4 +181,4 @@ class StepResult(NamedTuple):
     drafters: Sequence[DrafterUse] = ()  # use of each of several drafters that drafted for this step
     drafter_is_new: bool = False  # it took over since the step before, and hidden states before that are lost to it
     drafter_is_absent: bool = False  # none was connected, so no request has drafts
-    tiers: Sequence[TierSeconds] = ()  # if they were measured since the step before
+    bucket_seconds: Sequence[BucketSeconds] = ()  # if they were measured since the step before

@@ -8,6 +8,7 @@ from specray.draft_trace import VerifiedTree
 from specray.grammar import GrammarSpec
 from specray.outputs import TokenLogprob
 from specray.step import (
+    BucketSeconds,
     DrafterUse,
     DraftLimit,
     NewRequest,
@@ -18,7 +19,6 @@ from specray.step import (
     StepPlan,
     StepResult,
     StepTimes,
-    TierSeconds,
 )
 
 
@@ -39,8 +39,8 @@ def unpack_result(data: bytes) -> StepResult:
     """Inverse of `pack` for a result."""
     result = StepResult(*msgpack.unpackb(data))
     rows, uses = [_request_result(*row) for row in result.rows], [DrafterUse(*use) for use in result.drafters]
-    tiers = [TierSeconds(*tier) for tier in result.tiers]
-    return result._replace(rows=rows, times=StepTimes(*result.times), drafters=uses, tiers=tiers)
+    buckets = [BucketSeconds(*tier) for tier in result.bucket_seconds]
+    return result._replace(rows=rows, times=StepTimes(*result.times), drafters=uses, bucket_seconds=buckets)
 
 
 def _new_request(*fields: Any) -> NewRequest:

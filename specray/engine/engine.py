@@ -24,7 +24,7 @@ from specray.engine.scheduler import Scheduler
 from specray.engine.speedup import MeasuredSpeedup
 from specray.engine.stats import EngineStats
 from specray.outputs import FinishReason, RequestOutput
-from specray.step import StepPlan, TierSeconds
+from specray.step import BucketSeconds, StepPlan
 
 
 class Engine:
@@ -46,7 +46,7 @@ class Engine:
         self._in_flight: deque[StepPlan] = deque()  # submitted and not collected
         self._speedup = MeasuredSpeedup(self.stats)
         self._timer = StepTimer(self._speedup.record)
-        self._tiers: Sequence[TierSeconds] = ()  # of the last result that had any
+        self._bucket_seconds: Sequence[BucketSeconds] = ()  # of the last result that had any
         self._pending_outputs: list[RequestOutput] = []  # not returned yet; kept if a step fails
         self._entering: Request | None = None  # is being queued
         self.drafter_name = config.speculative.drafter_name or "none"
@@ -113,9 +113,9 @@ class Engine:
             self._timer.end(time.perf_counter(), plan, result, self.scheduler.budget)
             if result.drafter_is_new:
                 self.scheduler.forget_read()
-            if result.tiers:
-                self._tiers = result.tiers
-                self.scheduler.budget.record_tiers(result.tiers)
+            if result.bucket_seconds:
+                self._bucket_seconds = result.bucket_seconds
+                self.scheduler.budget.record_bucket_seconds(result.bucket_seconds)
             computed = self.scheduler.emitted(plan, result)
             is_audit = bool(computed) and all(emitted.request.spec.is_audit for emitted in computed)
             if self._selector is not None and not is_audit:
@@ -138,8 +138,8 @@ class Engine:
         `budget` is that of `new_budget`, which is called here if it is None.
         """
         self.scheduler.budget = budget or self.new_budget(speculative, max_draft_tokens)
-        if any(tier.num_nodes > max_draft_tokens for tier in self._tiers):  # else they say nothing of its larger trees
-            self.scheduler.budget.record_tiers(self._tiers)
+        if any(bucket.num_nodes > max_draft_tokens for bucket in self._bucket_seconds):  # of its trees
+            self.scheduler.budget.record_bucket_seconds(self._bucket_seconds)
         self.capacity = self.capacity._replace(max_draft_tokens=max_draft_tokens)
         self.scheduler.max_draft_tokens = max_draft_tokens
         self._timer = StepTimer(self._speedup.record)

@@ -1,8 +1,8 @@
 """The measured speed-up: what the steps with drafts took, and what plain steps would have taken for the same tokens.
 
-An engine runs plain steps among the others: on CPUs `budget: auto` tries them from time to time, and
-`speculative.plain_share` asks for them. They show the time of a plain step for each size of a batch, so the ratio of
-the two counters is no estimate of what drafts cost.
+An engine runs plain steps among the others: on CPUs `budget: auto` tries them, elsewhere `speculative.plain_share`
+asks for them. They give the time of a plain step by batch size, so the ratio of the two counters is measured, not
+estimated from a cost model.
 """
 
 from specray.engine.drafter_selection.selector import UsualTimes

@@ -50,14 +50,16 @@ class Graphs:
     def capture(self, key: Hashable, run: Callable[[], object]) -> None:
         """Capture `run` as `key`. It runs once before, because compilers and libraries allocate on a first call.
 
-        ConfigError if it launches what no graph can have.
+        ConfigError if it launches what cannot be captured.
         """
         run()
         graph = self._make()
         try:
             graph.capture(run)
         except RuntimeError as error:
-            raise ConfigError(f"no CUDA graph can have this model ({error}); set disable_cuda_graph: true") from error
+            raise ConfigError(
+                f"CUDA graph capture failed for this model ({error}); set disable_cuda_graph: true"
+            ) from error
         self._graphs[key] = graph
 
     def replay(self, key: Hashable) -> None:

@@ -24,7 +24,7 @@ from specray.spec_decode.shard_verifier import verify_shards
 from specray.spec_decode.step_ops import step_ops
 from specray.spec_decode.verifier import can_verify_padded, reads_largest_logit, verify
 from specray.spec_decode.verify_batch import VerifyInput, VerifyOutput
-from specray.step import TierSeconds
+from specray.step import BucketSeconds
 from specray.worker.broadcast import broadcast_output
 from specray.worker.input_batch import StepBatch, build_batch
 from specray.worker.model_runner import ForwardOutput, KernelRunner, ModelRunner
@@ -86,7 +86,7 @@ class StepBackend(Protocol):
     def prepare(self) -> None:
         """What must be ready before the first step, for the present drafter; all ranks call it together."""
 
-    def measure(self) -> list[TierSeconds]:
+    def measure(self) -> list[BucketSeconds]:
         """What steps in CUDA graphs take, after `prepare`; all ranks call it together."""
 
     def begin(self, batch: StepBatch, wants: StepWants) -> Pass: ...
@@ -127,7 +127,7 @@ class TorchBackend:
     def prepare(self) -> None:
         """There is nothing to prepare."""
 
-    def measure(self) -> list[TierSeconds]:
+    def measure(self) -> list[BucketSeconds]:
         return []
 
     def begin(self, batch: StepBatch, wants: StepWants) -> Pass:

@@ -16,7 +16,7 @@ from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import DeviceDrafter, DraftSource
 from specray.spec_decode.node_sampler import NodeSampler
 from specray.spec_decode.request_table import RequestTable
-from specray.step import TierSeconds
+from specray.step import BucketSeconds
 from specray.worker.buckets import Bucket, buckets
 from specray.worker.input_batch import StepBatch
 from specray.worker.model_runner import ForwardOutput, ModelRunner
@@ -68,14 +68,14 @@ class DecodeGraphs:
             self._capture_all()
 
     @torch.inference_mode()
-    def measure(self, wait: Callable[[], object]) -> list[TierSeconds]:
+    def measure(self, wait: Callable[[], object]) -> list[BucketSeconds]:
         """What the buckets' graphs take, of requests without context; `wait` waits for the device.
 
         Several ranks must call it together.
         """
         self._step.clear()
         return [
-            TierSeconds(
+            BucketSeconds(
                 *bucket,
                 self._seconds([("forward", bucket), ("verify", bucket, False, False)], wait),
                 self._seconds([("draft", bucket, False)], wait),
@@ -144,16 +144,15 @@ class DecodeGraphs:
 
     def _seconds(self, keys: Sequence[Hashable], wait: Callable[[], object]) -> float:
         """The shorter of two times of these graphs, of which there may be none."""
-        times = []
-        for _ in range(2):
+        known, times = [key for key in keys if key in self._graphs], list[float]()
+        for _ in range(2 if known else 0):
             wait()
             start = time.perf_counter()
-            for key in keys:
-                if key in self._graphs:
-                    self._graphs.replay(key)
+            for key in known:
+                self._graphs.replay(key)
             wait()
             times.append(time.perf_counter() - start)
-        return min(times) if any(key in self._graphs for key in keys) else 0.0
+        return min(times, default=0.0)
 
     @torch.inference_mode()
     def _capture_all(self) -> None:

@@ -10,7 +10,7 @@ from specray.spec_decode.drafter import UnsizedTrees
 from specray.spec_decode.node_sampler import NodeSampler
 from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.verifier import can_verify_padded
-from specray.step import TierSeconds
+from specray.step import BucketSeconds
 from specray.worker.backend import Pass, StepOutcome, StepWants, TorchBackend
 from specray.worker.buckets import Bucket
 from specray.worker.decode_graphs import DecodeGraphs
@@ -46,7 +46,7 @@ class GraphBackend:
     def prepare(self) -> None:
         self._graphs.fit_drafter()
 
-    def measure(self) -> list[TierSeconds]:
+    def measure(self) -> list[BucketSeconds]:
         device = self._table.device
         # The stand-in for graphs computes on a CPU, where times say nothing.
         return self._graphs.measure(partial(torch.cuda.synchronize, device)) if device.type == "cuda" else []

@@ -59,7 +59,7 @@ def warm_up(worker: "Worker", config: EngineConfig) -> None:
     On ranks above 0 it returns once graphs are captured, and `run_loop` runs the steps.
     """
     worker.prepare()
-    tiers = worker.measure()
+    buckets = worker.measure()
     if not worker.leads or not worker.compiles_kernels:
         return
     capacity, start = worker.capacity, time.perf_counter()
@@ -78,7 +78,7 @@ def warm_up(worker: "Worker", config: EngineConfig) -> None:
             worker.propose()
         freed = [SLOT]
     worker.execute(StepPlan(0, freed, [], []))
-    worker.tiers = tiers
+    worker.bucket_seconds = buckets
     logger.info("warmed up in %.1f s", time.perf_counter() - start)
 
 

@@ -15,7 +15,7 @@ from specray.layers.parallel import RankGroup
 from specray.models.target_model import TargetModel
 from specray.spec_decode.drafter import DraftSource
 from specray.spec_decode.request_table import RequestTable
-from specray.step import RequestResult, StepPlan, StepResult, TierSeconds
+from specray.step import BucketSeconds, RequestResult, StepPlan, StepResult
 from specray.step_wire import pack, unpack_plan
 from specray.structured_output.matchers import GrammarTable
 from specray.worker.backend import StepBackend
@@ -48,7 +48,7 @@ class Worker:
         self._backend = backend
         self._table = table
         self._steps = StepRunner(group, backend, table, drafts, grammars, shares_trees)
-        self.tiers: list[TierSeconds] = []  # to be reported with the next result
+        self.bucket_seconds: list[BucketSeconds] = []  # to be reported with the next result
         self._inference = torch.inference_mode()  # kept, because making one takes longer than entering it
         self._started: deque[StartedStep] = deque()  # and not finished
 
@@ -80,7 +80,7 @@ class Worker:
             adopt_sizes(self.drafts, broadcast_sizes(self._group, DraftSizes.of(self.drafts)))
         self._backend.prepare()
 
-    def measure(self) -> list[TierSeconds]:
+    def measure(self) -> list[BucketSeconds]:
         """What steps in CUDA graphs take; all ranks call it together."""
         return self._backend.measure()
 
@@ -124,8 +124,8 @@ class Worker:
             step = self._started.popleft()
             if self._group.size > 1 and not self._started and self._steps.may_be_followed(step):
                 self._group.broadcast_bytes(_FINISH)
-            result, tiers, self.tiers = self._steps.finish(step), self.tiers, []
-            return result._replace(tiers=tiers) if tiers else result
+            result, buckets, self.bucket_seconds = self._steps.finish(step), self.bucket_seconds, []
+            return result._replace(bucket_seconds=buckets) if buckets else result
 
     def propose(self) -> None:
         """Draft for the next step; called after `finish`."""

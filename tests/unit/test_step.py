@@ -9,6 +9,7 @@ from specray.draft_trace import VerifiedTree
 from specray.grammar import GRAMMAR_KINDS, GrammarSpec
 from specray.outputs import TokenLogprob
 from specray.step import (
+    BucketSeconds,
     DrafterUse,
     DraftLimit,
     NewRequest,
@@ -19,7 +20,6 @@ from specray.step import (
     StepPlan,
     StepResult,
     StepTimes,
-    TierSeconds,
 )
 from specray.step_wire import pack, unpack_plan, unpack_result
 
@@ -75,7 +75,7 @@ row_result = st.builds(
 )
 times = st.builds(StepTimes, real, real, real, real)
 uses = st.lists(st.builds(DrafterUse, salts, real, real, *[small] * 8), max_size=2)
-tiers = st.lists(st.builds(TierSeconds, small, small, real, real), max_size=2)
+tiers = st.lists(st.builds(BucketSeconds, small, small, real, real), max_size=2)
 results = st.builds(
     StepResult,
     small,

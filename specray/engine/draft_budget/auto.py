@@ -16,13 +16,18 @@ from specray.engine.draft_budget.acceptance import (
     best_cut,
     factor_together,
 )
-from specray.engine.draft_budget.budget import Drafting, Shares, shares_by_weight
+from specray.engine.draft_budget.budget import (
+    DRAFTER_OFF_AFTER,
+    DRAFTING_MARGIN,
+    NUM_FIRST_TREES,
+    Drafting,
+    Shares,
+    shares_by_weight,
+)
 from specray.engine.draft_budget.costs import StepCosts, StepShape
 from specray.engine.draft_budget.trials import TRIAL_STEPS, Trial, Trials
-from specray.step import TierSeconds
+from specray.step import BucketSeconds
 
-NUM_FIRST_TREES = 32  # whole trees at the start show the acceptance of every node
-DRAFTER_OFF_AFTER = 4  # steps without drafts until the drafter is no longer called
 MOST_STEP_DRAFTS = 1024  # without a configured limit
 STEPS_PER_SAVE, FIRST_SAVES = 1024, (64, 256)  # of the costs, in steps that were timed
 STEPS_PER_UPDATE = 16  # of what was learnt from trees; every step, it would take as long as all other choices
@@ -31,8 +36,6 @@ STEPS_PER_UPDATE = 16  # of what was learnt from trees; every step, it would tak
 FORGET_AFTER, FORGET_AFTER_MOST = 1024, 8192
 TREES_OF_ONE_REQUEST = 8  # when a draft model is tried again, because one request may be unlike the others
 LEAST_SCORE = 1e-6  # asks for scores, and keeps every node
-# A step with drafts counts as this many times its measured time, so that plain decoding wins what is within the noise.
-DRAFTING_MARGIN = 1.02
 # Added for requests that a draft model has not read, by their share: they continue without drafts, so drafts of all pay
 # only when others have taken their place. Without it, drafts that hardly pay are turned off and on all the time.
 MISSED_MARGIN = 0.08
@@ -191,7 +194,7 @@ class AutoBudget:
         if self._num_timed % STEPS_PER_SAVE == 0 or self._num_timed in FIRST_SAVES:
             self._keep(self._costs)
 
-    def record_tiers(self, tiers: Sequence[TierSeconds]) -> None:
+    def record_bucket_seconds(self, buckets: Sequence[BucketSeconds]) -> None:
         """It learns costs by itself."""
 
     def _best(self, requests: Sequence[Drafting]) -> tuple[list[int], list[float]]:

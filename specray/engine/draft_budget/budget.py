@@ -8,8 +8,12 @@ from typing import NamedTuple, Protocol
 
 from specray.engine.draft_budget.acceptance import RequestAcceptance
 from specray.engine.draft_budget.costs import StepShape
-from specray.step import StepPlan, StepResult, TierSeconds
+from specray.step import BucketSeconds, StepPlan, StepResult
 
+NUM_FIRST_TREES = 32  # whole trees at the start show the acceptance of every node
+DRAFTER_OFF_AFTER = 4  # steps without drafts until the drafter is no longer called
+# A step with drafts counts as this many times its measured time, so that plain decoding wins what is within the noise.
+DRAFTING_MARGIN = 1.02
 PLAIN_STEPS = 4  # without drafts in a row; the time of the first one depends on the drafts of the one before
 MAX_PRIORITY = 2  # beyond it, or below its negative, a priority changes no weight
 
@@ -59,7 +63,7 @@ class DraftBudget(Protocol):
         if the drafter was called but allowed no drafts, because such steps do not last.
         """
 
-    def record_tiers(self, tiers: Sequence[TierSeconds]) -> None:
+    def record_bucket_seconds(self, buckets: Sequence[BucketSeconds]) -> None:
         """Learn what steps in CUDA graphs take."""
 
 
@@ -104,7 +108,7 @@ class StaticBudget:
     def record_step(self, shape: StepShape, target_seconds: float, rest_seconds: float | None) -> None:
         """Nothing depends on it."""
 
-    def record_tiers(self, tiers: Sequence[TierSeconds]) -> None:
+    def record_bucket_seconds(self, buckets: Sequence[BucketSeconds]) -> None:
         """Nothing depends on it."""
 
 
@@ -127,6 +131,8 @@ def draft_weights(requests: Sequence[tuple[str, int]]) -> list[float]:
     The mean of each tenant is 1, so that a priority gains it nothing against others.
     """
     weights = [2.0 ** -max(-MAX_PRIORITY, min(MAX_PRIORITY, priority)) for _, priority in requests]
+    if len(set(weights)) < 2:
+        return [1.0] * len(weights)
     of_tenant = defaultdict(list)
     for (tenant, _), weight in zip(requests, weights, strict=True):
         of_tenant[tenant].append(weight)

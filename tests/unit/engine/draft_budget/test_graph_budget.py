@@ -10,9 +10,9 @@ from specray.engine.draft_budget import make_budget
 from specray.engine.draft_budget.acceptance import RequestAcceptance
 from specray.engine.draft_budget.budget import Drafting
 from specray.engine.draft_budget.costs import StepShape
-from specray.engine.draft_budget.tiers import FORGET_AFTER, TierBudget, TierCosts
+from specray.engine.draft_budget.graphs import FORGET_AFTER, BucketCosts, GraphBudget
 from specray.engine.executor import Capacity
-from specray.step import TierSeconds
+from specray.step import BucketSeconds
 from tests.support.engine import make_llm
 
 MOST = 7  # drafts of a chain
@@ -24,14 +24,14 @@ def seconds(num_requests: int, num_nodes: int) -> float:
     return 4e-3 * max(1.0, num_requests * num_nodes / 163) + 1e-4 * num_requests
 
 
-TIERS = [
-    TierSeconds(rows, nodes, seconds(rows, nodes), (nodes - 1) * 2e-4)
+BUCKETS = [
+    BucketSeconds(rows, nodes, seconds(rows, nodes), (nodes - 1) * 2e-4)
     for rows in (1, 2, 4, 8, 16, 32, 64)
     for nodes in (1, 2, 4, 8)
 ]
 
 
-def chosen(budget: TierBudget, num_requests: int, rate: float = RATE, steps: int = 200) -> set[int]:
+def chosen(budget: GraphBudget, num_requests: int, rate: float = RATE, steps: int = 200) -> set[int]:
     """Drafts of each request in the last steps of chains whose drafts are accepted at this rate."""
     random, seen = Random(0), []
     requests = [RequestAcceptance() for _ in range(num_requests)]
@@ -47,17 +47,17 @@ def chosen(budget: TierBudget, num_requests: int, rate: float = RATE, steps: int
 
 
 def test_depth_follows_the_batch() -> None:
-    budget = TierBudget(None)
-    budget.record_tiers(TIERS)
+    budget = GraphBudget(None)
+    budget.record_bucket_seconds(BUCKETS)
     assert chosen(budget, 1) == {7}
     assert max(chosen(budget, 64)) <= 3
     assert chosen(budget, 8) == {7}
-    assert chosen(TierBudget(None), 64, steps=3) == {7}  # costs are not known yet
+    assert chosen(GraphBudget(None), 64, steps=3) == {7}  # costs are not known yet
 
 
 def test_drafts_that_are_not_accepted_are_turned_off_and_tried_again() -> None:
-    budget = TierBudget(None)
-    budget.record_tiers(TIERS)
+    budget = GraphBudget(None)
+    budget.record_bucket_seconds(BUCKETS)
     assert chosen(budget, 64, rate=0.05) == {0}
     request = Drafting(MOST, RequestAcceptance())
     assert not budget.shares([request] * 64).runs_drafter
@@ -67,8 +67,8 @@ def test_drafts_that_are_not_accepted_are_turned_off_and_tried_again() -> None:
 
 
 def test_shadowed_requests_draft_whole_trees_where_drafts_do_not_pay() -> None:
-    budget = TierBudget(None)
-    budget.record_tiers(TIERS)
+    budget = GraphBudget(None)
+    budget.record_bucket_seconds(BUCKETS)
     assert chosen(budget, 64, rate=0.05) == {0}
     shadowed = Drafting(MOST, RequestAcceptance(), is_compared=True)
     shares = budget.shares([shadowed, *[Drafting(MOST, RequestAcceptance())] * 63])
@@ -77,35 +77,35 @@ def test_shadowed_requests_draft_whole_trees_where_drafts_do_not_pay() -> None:
 
 
 def test_requests_that_the_drafter_has_not_read_have_no_drafts() -> None:
-    budget = TierBudget(None)
-    budget.record_tiers(TIERS)
+    budget = GraphBudget(None)
+    budget.record_bucket_seconds(BUCKETS)
     missed = Drafting(MOST, RequestAcceptance(num_missed_tokens=100))
     assert budget.shares([missed, Drafting(MOST, RequestAcceptance())]).num_drafts == [0, MOST]
 
 
 def test_times_of_smaller_trees_do_not_limit_another_drafter(toy: Path) -> None:
     with make_llm(toy) as llm:
-        llm.engine._tiers = [TierSeconds(4, 1, 1e-3, 0.0)]
+        llm.engine._bucket_seconds = [BucketSeconds(4, 1, 1e-3, 0.0)]
         for most, kept in ((3, False), (0, True)):
-            budget = TierBudget(None)
+            budget = GraphBudget(None)
             llm.engine.draft_with(SpeculativeConfig(algorithm="NGRAM"), most, budget)
             assert (budget._costs is not None) is kept
 
 
 def test_a_share_of_the_steps_is_plain() -> None:
-    budget = TierBudget(None, plain_share=0.25)
+    budget = GraphBudget(None, plain_share=0.25)
     shares = [budget.shares([Drafting(MOST, RequestAcceptance())]).num_drafts for _ in range(400)]
     assert shares.count([0]) == pytest.approx(100, abs=10)
     assert shares.count([0]) + shares.count([MOST]) == 400
 
 
 def test_a_limit_of_all_drafts_is_kept() -> None:
-    assert TierBudget(9).shares([Drafting(MOST, RequestAcceptance())] * 3).num_drafts == [3, 3, 3]
+    assert GraphBudget(9).shares([Drafting(MOST, RequestAcceptance())] * 3).num_drafts == [3, 3, 3]
 
 
 def test_costs_follow_what_steps_take() -> None:
-    """A step costs what its tier does. All rise when contexts grow, one beside the others when it alone is slower."""
-    costs = TierCosts(TIERS)
+    """A step costs what its bucket does. All rise when contexts grow, one beside the others when it alone is slower."""
+    costs = BucketCosts(BUCKETS)
     assert costs.seconds(5, 2) == costs.seconds(8, 3) == pytest.approx(seconds(8, 4) + 6e-4)
     assert costs.seconds(128, 3) == pytest.approx(2 * costs.seconds(64, 3))
     for _ in range(100):
@@ -120,4 +120,4 @@ def test_costs_follow_what_steps_take() -> None:
 def test_an_engine_with_graphs_learns_its_budget(options: dict[str, str], learns: bool) -> None:
     config = EngineConfig(speculative=SpeculativeConfig(algorithm="NGRAM", **options))
     capacity = Capacity(40, MOST, 100, 50, [1], has_graphs=True, has_one_text=False, learns_budget=True)
-    assert isinstance(make_budget(config, config.speculative, capacity), TierBudget) is learns
+    assert isinstance(make_budget(config, config.speculative, capacity), GraphBudget) is learns

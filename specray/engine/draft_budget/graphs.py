@@ -1,39 +1,45 @@
 """The budget of steps in CUDA graphs, whose costs are measured before the first request.
 
-Graphs pad requests and trees to the sizes that were captured, so a step costs what its tier does: the smallest captured
-sizes that it fits in. All requests get as many drafts, those of the tier that makes the most tokens per second. Scores
-are not asked for: the host would have to cut trees by them, and a step could not begin before the last one's outcome.
+Graphs pad a step to the smallest bucket that it fits in, so a step costs what its bucket does. All requests get equally
+many drafts, as many as the bucket with the most tokens per second has. Scores are not requested, because the host would
+have to cut trees by them, and a step could not begin before the outcome of the last one.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 from math import exp
 
 from specray.engine.draft_budget.acceptance import NodeAcceptance, RequestAcceptance
-from specray.engine.draft_budget.budget import Drafting, PlainSteps, Shares, shares_by_weight
+from specray.engine.draft_budget.budget import (
+    DRAFTER_OFF_AFTER,
+    DRAFTING_MARGIN,
+    NUM_FIRST_TREES,
+    Drafting,
+    PlainSteps,
+    Shares,
+    shares_by_weight,
+)
 from specray.engine.draft_budget.costs import CLIP, PACE_MEMORY, Curve, StepShape
-from specray.step import TierSeconds
+from specray.step import BucketSeconds
 
-NUM_FIRST_TREES = 32  # whole trees at the start show the acceptance of every node
-DRAFTER_OFF_AFTER = 4  # steps without drafts until the drafter is no longer called
 FORGET_AFTER = 1024  # such steps after which the acceptance is forgotten, because other requests may accept more
 START_WEIGHT = 16.0  # of a cost that was measured at the start, in steps
-MARGIN = 1.02  # a step with drafts counts as this many times its time, so that plain decoding wins what is noise
 
 
-class TierCosts:
+class BucketCosts:
     """Seconds of a step by the captured sizes that it fits in, drafting included."""
 
-    def __init__(self, tiers: Sequence[TierSeconds]) -> None:
+    def __init__(self, buckets: Sequence[BucketSeconds]) -> None:
         points: dict[int, list[tuple[int, float, float]]] = {}
-        for tier in tiers:
-            points.setdefault(tier.num_requests, []).append((tier.num_nodes, tier.seconds, START_WEIGHT))
+        for bucket in buckets:
+            points.setdefault(bucket.num_requests, []).append((bucket.num_nodes, bucket.seconds, START_WEIGHT))
         self._curves = {num_requests: Curve(found) for num_requests, found in sorted(points.items())}
         self._num_nodes = {num_requests: sorted(nodes for nodes, *_ in found) for num_requests, found in points.items()}
-        self.has_drafts = any(tier.draft for tier in tiers)  # whether a step's costs include drafting
+        self.has_drafts = any(bucket.draft for bucket in buckets)  # whether a step's costs include drafting
         self._pace = 1.0  # a step's time in proportion to the start's, when no request had any context
 
     def choices(self, num_requests: int) -> list[int]:
-        """Numbers of drafts that fill the nodes of a tier; 0 is the first."""
+        """Numbers of drafts that fill the nodes of a bucket; 0 is the first."""
         return [nodes - 1 for nodes in self._num_nodes[self._rows(num_requests)]]
 
     def seconds(self, num_requests: int, num_drafts: int) -> float:
@@ -42,7 +48,7 @@ class TierCosts:
         return float(self._pace * more * curve.at(nodes))
 
     def observe(self, shape: StepShape, seconds: float) -> None:
-        """Learn from a step: what its tier costs beside others, and how slow all have become."""
+        """Learn from a step: what its bucket costs beside others, and how slow all have become."""
         curve, nodes, more = self._tier(shape.num_requests, shape.most_drafts)
         usual = self.seconds(shape.num_requests, shape.most_drafts)
         deviation = seconds / usual
@@ -54,27 +60,27 @@ class TierCosts:
         return next((rows for rows in self._curves if rows >= num_requests), max(self._curves))
 
     def _tier(self, num_requests: int, num_drafts: int) -> tuple[Curve, int, float]:
-        """(seconds by nodes, the nodes of the tier, how many times its requests there are)."""
+        """(seconds by nodes, the nodes of the bucket, how many times its requests there are)."""
         rows = self._rows(num_requests)
-        tiers = self._num_nodes[rows]
-        nodes = next((nodes for nodes in tiers if nodes > num_drafts), tiers[-1])
+        buckets = self._num_nodes[rows]
+        nodes = next((nodes for nodes in buckets if nodes > num_drafts), buckets[-1])
         return self._curves[rows], nodes, max(1.0, num_requests / rows)
 
 
-class TierBudget:
-    """DraftBudget over TierCosts. Until they are known, trees are whole. `plain_share` of the steps have no drafts."""
+class GraphBudget:
+    """DraftBudget by BucketCosts; until they are known, trees are whole. `plain_share` of the steps have no drafts."""
 
     learns = True
 
     def __init__(self, max_step_draft_tokens: int | None, plain_share: float = 0.0) -> None:
         self._most = max_step_draft_tokens
         self._plain = PlainSteps(plain_share)
-        self._costs: TierCosts | None = None
+        self._costs: BucketCosts | None = None
         self._nodes: dict[str, NodeAcceptance] = {}  # by the name of one of several drafters
         self._num_without_drafts = 0  # steps in a row
 
-    def record_tiers(self, tiers: Sequence[TierSeconds]) -> None:
-        self._costs = TierCosts(tiers) if tiers else None
+    def record_bucket_seconds(self, buckets: Sequence[BucketSeconds]) -> None:
+        self._costs = BucketCosts(buckets) if buckets else None
 
     def shares(self, requests: Sequence[Drafting], num_reading: int = 0) -> Shares:
         if not any(request.most for request in requests):  # says nothing about drafts, which nobody may have
@@ -128,17 +134,16 @@ class TierBudget:
             return most
         gains = {name: nodes.gains(most) for name, nodes in self._nodes.items()}
         usual = NodeAcceptance().gains(most)
-        tokens = [float(count)] * (most + 1)  # of the step, by the drafts of each request
+        brought = [0.0] * most  # tokens by the drafts at each place
         for request, number in zip(requests, wanted, strict=True):
             own = request.acceptance.gains(gains.get(request.acceptance.drafter, usual)[:number])
-            total = 0.0
-            for place in range(most):
-                total += own[place] if place < number else 0.0
-                tokens[place + 1] += total
+            for place, gain in enumerate(own):
+                brought[place] += gain
+        tokens = list(accumulate(brought, initial=float(count)))  # of the step, by the drafts of each request
         best, fastest = 0, count / self._costs.seconds(count, 0)
         for choice in self._costs.choices(count)[1:]:
             number = min(choice, most)
-            rate = tokens[number] / (MARGIN * self._costs.seconds(count, number))
+            rate = tokens[number] / (DRAFTING_MARGIN * self._costs.seconds(count, number))
             if rate > fastest:
                 best, fastest = number, rate
         return best
