@@ -1,7 +1,7 @@
-"""`python -m benchmarks.streams`: what an idle ingress pays for its streams to engines, and when it notices a death.
+"""`python -m benchmarks.streams`: CPU and memory of an idle ingress, and how soon it detects lost engines.
 
-Ray Serve, its directory, streams, heartbeats and leases are the real ones, and one ingress is, which believes that it
-is one of several. Engines are stubs in one process: a router's connections and heartbeats without an engine.
+Ray Serve, its directory, streams, heartbeats, leases and one ingress are real; the ingress is configured as one of
+several. Engines are stubs in one process: a router's connections and heartbeats without an engine.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.fleet`: hot prefixes, a lost rack, a new version and a burst on 10 to 2,000 simulated engines.
+"""`python -m benchmarks.fleet`: hot prefixes, a lost rack, a new version and a burst on simulated engines.
 
 Every request has one of a few prefixes of 2,048 tokens and 256 tokens of its own, and gets 48 tokens. Figures are those
 of virtual time; the machine that simulates does not matter.
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import results
 from benchmarks.fleet import virtual_time
-from benchmarks.fleet.cluster import Fleet, Outcome
+from benchmarks.fleet.cluster import Outcome, SimulatedCluster
 from benchmarks.fleet.costs import MACHINE, measured_costs
 from benchmarks.fleet.engine import Hardware
 from benchmarks.fleet.traffic import Burst, Traffic
@@ -101,24 +101,26 @@ async def _simulate(scenario: "Scenario", num_engines: int, load: Load, seed: in
     )
     capacity = Capacity(KV_TOKENS // config.page_size, NUM_DRAFTS, 32_768, 2**40, [2], max_plans=1)
     num_ingresses = min(MOST_INGRESSES, max(2, num_engines // ENGINES_PER_INGRESS))
-    fleet = Fleet(config, Hardware(measured_costs(), capacity, ACCEPTED), num_engines, num_ingresses, seed=seed)
-    await fleet.start()
-    begun, num_streams = asyncio.get_running_loop().time(), fleet.num_streams
+    simulated = SimulatedCluster(
+        config, Hardware(measured_costs(), capacity, ACCEPTED), num_engines, num_ingresses, seed=seed
+    )
+    await simulated.start()
+    begun, num_streams = asyncio.get_running_loop().time(), simulated.num_streams
     event_at = begun + load.seconds / 2
     burst = Burst(event_at, event_at + load.seconds / 4, scenario.burst)
     requests_per_s = load.requests_per_s * num_engines
     traffic = Traffic(requests_per_s, max(LEAST_PREFIXES, num_engines // ENGINES_PER_PREFIX), burst=burst, seed=seed)
-    sending = asyncio.create_task(fleet.send(traffic, load.seconds))
+    sending = asyncio.create_task(simulated.send(traffic, load.seconds))
     await asyncio.sleep(load.seconds / 2)
-    happening = asyncio.create_task(scenario.event(fleet))
+    happening = asyncio.create_task(scenario.event(simulated))
     await sending
     happening.cancel()
-    await fleet.close()
-    return _measured(fleet, begun + load.seconds / 4, event_at, num_streams)
+    await simulated.close()
+    return _measured(simulated, begun + load.seconds / 4, event_at, num_streams)
 
 
-def _measured(fleet: Fleet, warm_at: float, event_at: float, num_streams: int) -> Measured:
-    outcomes = fleet.outcomes
+def _measured(simulated: SimulatedCluster, warm_at: float, event_at: float, num_streams: int) -> Measured:
+    outcomes = simulated.outcomes
     before = [each for each in outcomes if warm_at <= each.arrived < event_at]
     after = [each for each in outcomes if each.arrived >= event_at]
     served = [each for each in outcomes if each.first_token_s is not None]
@@ -126,10 +128,10 @@ def _measured(fleet: Fleet, warm_at: float, event_at: float, num_streams: int) -
         _p99(outcomes),
         _p99(after) / _p99(before),
         sum(each.num_cached for each in served) / max(1, sum(each.most_cached for each in served)),
-        fleet.num_submits / len(outcomes),
+        simulated.num_submits / len(outcomes),
         1 - len([each for each in outcomes if each.status == 200]) / len(outcomes),
         num_streams,
-        len(fleet.listed),
+        len(simulated.listed),
     )
 
 
@@ -141,19 +143,21 @@ def _p99(outcomes: Sequence[Outcome]) -> float:
 class Scenario(NamedTuple):
     """What happens halfway."""
 
-    event: Callable[[Fleet], Coroutine[Any, Any, None]]
+    event: Callable[[SimulatedCluster], Coroutine[Any, Any, None]]
     burst: float = 1.0  # factor of the requests in the quarter after it
 
 
-async def _nothing(fleet: Fleet) -> None:
+async def _nothing(simulated: SimulatedCluster) -> None:
     """No event."""
 
 
 SCENARIOS = {
     "hot prefixes": Scenario(_nothing),
-    "rack lost": Scenario(Fleet.lose_rack),
-    "rollout": Scenario(lambda fleet: fleet.roll_out(max(1, len(fleet.listed) // 8))),
-    "burst": Scenario(lambda fleet: fleet.autoscale(AutoscalingOptions(enabled=True, max_replicas=1024)), burst=3.0),
+    "rack lost": Scenario(SimulatedCluster.lose_rack),
+    "rollout": Scenario(lambda simulated: simulated.roll_out(max(1, len(simulated.listed) // 8))),
+    "burst": Scenario(
+        lambda simulated: simulated.autoscale(AutoscalingOptions(enabled=True, max_replicas=1024)), burst=3.0
+    ),
 }
 
 

@@ -20,6 +20,7 @@ from specray.server.routing.subset import IngressPlace
 UNLISTED_S = 5.0  # after which Ray declares a node dead, and Serve's directory no longer has its engines
 STARTING_S = 30.0  # that a new engine takes
 REPORT_S = 10.0  # between an engine's reports to the autoscaling policy
+RACK_SIZE = 32  # engines
 TIMEOUT_S = 60.0  # of a request
 
 
@@ -37,41 +38,39 @@ class Outcome(NamedTuple):
 class Directory:
     """What one ingress sees of the engines."""
 
-    def __init__(self, fleet: "Fleet", place: IngressPlace) -> None:
-        self._fleet, self._place = fleet, place
+    def __init__(self, simulated: "SimulatedCluster", place: IngressPlace) -> None:
+        self._simulated, self._place = simulated, place
 
     def replica_ids(self) -> Collection[str]:
-        return self._fleet.listed
+        return self._simulated.listed
 
     def handle(self, replica_id: str) -> SimulatedEngine:
-        return self._fleet.engines[replica_id]
+        return self._simulated.engines[replica_id]
 
     def place(self) -> IngressPlace:
         return self._place
 
     def subscribe(self, changed: Callable[[], object]) -> None:
-        self._fleet.subscribers.append(changed)
+        self._simulated.subscribers.append(changed)
 
     def lost_nodes(self) -> Collection[str]:
-        return self._fleet.lost_nodes
+        return self._simulated.lost_nodes
 
 
 @dataclass
-class Fleet:
+class SimulatedCluster:
     """All engines and ingresses. Construct it inside the event loop, then `start` it."""
 
     config: ServingConfig
     hardware: Hardware
     num_engines: int
     num_ingresses: int
-    rack_size: int = 32
     seed: int = 0
     engines: dict[str, SimulatedEngine] = field(default_factory=dict)  # ended ones included
     listed: set[str] = field(default_factory=set)
     subscribers: list[Callable[[], object]] = field(default_factory=list)
     lost_nodes: list[str] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)  # listed engines, each time the autoscaling policy decided
 
     def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -110,7 +109,7 @@ class Fleet:
 
     async def lose_rack(self) -> None:
         """A rack's machines lose their power. Serve replaces its engines."""
-        rack = sorted(self.listed)[: min(self.rack_size, len(self.listed) // 4)]
+        rack = sorted(self.listed)[: min(RACK_SIZE, len(self.listed) // 4)]
         for replica_id in rack:
             self.engines[replica_id].is_silent = True
         await asyncio.sleep(UNLISTED_S)
@@ -141,7 +140,6 @@ class Fleet:
             history = {replica_id: [self.engines[replica_id].sample()] for replica_id in self.listed}
             decision = decide(history, target, self._loop.time(), trend, options)
             trend, change, target = decision.trend, decision.num_replicas - target, decision.num_replicas
-            self.sizes.append(target)
             for _ in range(change):
                 self._loop.call_later(STARTING_S, self._start_one)
             if change < 0:

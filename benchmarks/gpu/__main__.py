@@ -30,7 +30,7 @@ class Part(NamedTuple):
 
 ALONE = {
     "environment": Part(20, "versions, driver and MPS"),
-    "check": Part(110, "is every kernel right?"),
+    "check": Part(110, "correctness of every kernel"),
     "served": Part(170, "engine steps as they are served, through the router's channel"),
     "depths": Part(150, "the gain of chains of 1 to 7 drafts with 16 to 128 requests"),
     "placement": Part(110, "the drafter in other processes"),
@@ -38,7 +38,7 @@ ALONE = {
     "kernels": Part(60, "the time of each kernel"),
 }  # 12 minutes together
 SERVERS = {
-    "serve-plain": Part(300, "a server on Ray, its Triton cache cold, killed by parts"),
+    "serve-plain": Part(300, "a server on Ray with a cold Triton cache, whose processes are killed"),
     "serve-inline-chain": Part(300, "with chains, drafted inline"),
     "serve-colocated-chain": Part(300, "drafted by a process of its own"),
     "serve-inline-tree": Part(300, "with trees"),
@@ -100,8 +100,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="A,B,…",
         help=f"only these, in this order; `servers` are those on Ray (default: {','.join(ALONE)})",
     )
-    parser.add_argument("--minutes", type=float, default=12.0, help="stop then (default: %(default)g)")
-    parser.add_argument("--again", action="store_true", help="measure also what was measured")
+    parser.add_argument("--minutes", type=float, default=12.0, help="stop after so many minutes (default: %(default)g)")
+    parser.add_argument("--again", action="store_true", help="measure parts again that were measured already")
     add_options(parser)
     return parser
 

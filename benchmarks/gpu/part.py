@@ -84,9 +84,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     found: Report = import_module(f"benchmarks.gpu.{module}").report(order)
     print(format_table(found.headers, found.rows, found.num_text_columns))
     print(f"\n{name}: {found.note}; {machine_name(device)}, torch {torch.__version__}", flush=True)
-    Finding(results.commit_here().rstrip("+"), machine_name(device), found).write(options.out / f"{name}.json")
+    commit = results.commit_here()
+    Finding(commit.rstrip("+"), machine_name(device), found).write(options.out / f"{name}.json")
     if not is_tiny:
-        cells = [results.Result(**cell._asdict(), commit=results.commit_here()) for cell in found.cells]
+        cells = [results.Result(**cell._asdict(), commit=commit) for cell in found.cells]
         print(f"saved in {results.save(options.machine, cells)}")
     return int(found.num_failed > 0)
 

@@ -25,9 +25,9 @@ class DraftActor:
     """A Ray actor, one of those that draft together. Call `start` once, then `loop`, which runs until it ends."""
 
     def __init__(self, config: EngineConfig, heartbeat_path: str, rank: int = 0) -> None:
-        """Start loading what the drafter needs of the target, and beating in `heartbeat_path`, a file of the router.
+        """Start loading what the drafter needs of the target, and writing heartbeats to the router's `heartbeat_path`.
 
-        Rank 0 is on the router's node. Others may have another one, where there is no such file.
+        Rank 0 runs on the router's node. Other ranks may run on nodes without this file, and write none there.
         """
         set_log_level_from_environment()
         see_own_gpus()

@@ -81,7 +81,7 @@ def _observations(now: Snapshot, before: Snapshot, name: str) -> int:
     new, old = now[name], before[name]
     assert isinstance(new, HistogramSnapshot)
     assert isinstance(old, HistogramSnapshot)
-    return round(new.cumulative()[-1][1] - old.cumulative()[-1][1])
+    return sum(new.buckets) - sum(old.buckets)
 
 
 def _is_busy(before: Snapshot, now: Snapshot) -> bool:

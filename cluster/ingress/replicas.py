@@ -31,11 +31,6 @@ def set_running(deployment: str, replica_ids: Iterable[str]) -> None:
         changed()
 
 
-def running(deployment: str) -> frozenset[str]:
-    """The running replicas of a deployment, as far as this process knows."""
-    return _running.get(deployment, frozenset())
-
-
 class ServeReplicaDirectory:
     """`specray.server.routing.router_pool.ReplicaDirectory` over a Serve handle to the Router deployment."""
 
@@ -50,7 +45,7 @@ class ServeReplicaDirectory:
     def replica_ids(self) -> Collection[str]:
         if self._first_call is None:  # a handle discovers replicas after its first call
             self._first_call = self._handle.stats.remote()
-        return running(self._handle.deployment_name)
+        return _running.get(self._handle.deployment_name, frozenset())
 
     def handle(self, replica_id: str) -> "ServeRouterHandle":
         return ServeRouterHandle(self._handle, replica_id)

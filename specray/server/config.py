@@ -238,7 +238,8 @@ class RoutingOptions(Options):
         16,
         ge=1,
         le=1024,
-        description="Engines that an ingress has streams to, of more; each engine has at least two ingresses.",
+        description="Number of engines that an ingress connects to if there are more; "
+        "each engine has at least two ingresses.",
     )
 
 

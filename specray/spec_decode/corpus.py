@@ -1,12 +1,13 @@
-"""Texts that are quoted often, as n-grams: `specray corpus build` writes a file, drafters look in it.
+"""Corpora as sources of n-grams: `specray corpus build` writes a file, drafters look up a request's last tokens.
 
-A place of the text is found by the tokens before it. The file has all places sorted by these tokens, read backwards, so
-the places with the longest matches of a request's last tokens are the neighbours of where these would be sorted in.
-Both arrays stay on disk and are mapped into memory, once for all processes of a machine.
+The file has the token ids and a suffix array of the reversed text: all positions, sorted by the tokens before them, the
+nearest token first. A binary search for a request's last tokens ends next to the positions with the longest matches.
+Both arrays are mapped into memory, once for all processes of a machine.
 """
 
 import hashlib
 import json
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,17 +47,15 @@ class Corpus:
         """Whether a tenant's requests may be drafted from it."""
         return not self._tenants or tenant in self._tenants
 
+    def _before(self, end: int) -> list[int]:
+        """The tokens by which a position is sorted."""
+        sorted_by: list[int] = self._tokens[max(0, end - SORTED_BY) : end][::-1].tolist()
+        return sorted_by
+
     def find(self, last: Sequence[int], window: int, reach: int) -> dict[int, Match]:
         """The MOST_PLACES places with the longest matches of a request's last tokens; see `SuffixIndex.find`."""
         suffix = list(last[: -window - 1 : -1])
-        sought, low, high = suffix[:SORTED_BY], 0, len(self._order)
-        while low < high:
-            middle = (low + high) // 2
-            end = int(self._order[middle])
-            if self._tokens[max(0, end - SORTED_BY) : end][::-1].tolist() < sought:
-                low = middle + 1
-            else:
-                high = middle
+        low = bisect_left(self._order, suffix[:SORTED_BY], key=self._before)
         places = np.array(self._order[max(0, low - MOST_PLACES) : low + MOST_PLACES], dtype=np.int64)
         before = self._tokens.take(places[:, None] - 1 - np.arange(len(suffix)), mode="clip")
         lengths = np.logical_and.accumulate(before == suffix, axis=1).sum(1)
@@ -89,7 +88,10 @@ def write_corpus(path: Path, texts: Iterable[Sequence[int]], tokenizer: str) -> 
 
 
 def sorted_places(tokens: NDArray[np.int32]) -> NDArray[np.int32]:
-    """The places in `tokens`, which begins and ends with a gap, with a token before and one behind, in their order."""
+    """The positions of `tokens` with a token before and behind them, int32, sorted by the tokens before them.
+
+    `tokens` is int32 [T] and begins and ends with GAP.
+    """
     padded = np.concatenate((np.full(SORTED_BY - 1, GAP, dtype=np.int32), tokens))
     before = [padded[SORTED_BY - 1 - back : SORTED_BY - 1 - back + len(tokens)] for back in range(SORTED_BY)]
     ends = np.lexsort(before[::-1]).astype(np.int32) + 1

@@ -1,11 +1,11 @@
 """One tree from several sources: the drafter's tree, n-grams of three kinds of text, and a predicted output.
 
-The trees are merged by path (`tree_merge`); the most probable nodes are verified. Every source has a calibration, which
-learns from the text that followed its nodes, verified or not, so no source has to know how good it is: one for all
-requests, and one for each request that starts from it. Both depend on texts alone, so that all ranks have equal trees.
-The scores of the merged trees are calibrated chances, by which `draft_budget` verifies as many nodes as pay.
+The trees are merged by path (`tree_merge`); the most probable nodes are verified. Each source has one calibration for
+all requests, and one for each request, which starts from it. They count how often the text followed its nodes, verified
+or not. They depend on texts and scores that are equal on all ranks, so all ranks build equal trees. The scores of
+merged trees are calibrated probabilities, from which `draft_budget` chooses how many nodes to verify.
 
-The drafter reads every step, but does not draft where the other sources are so sure that its tree would not pay.
+The drafter sees every step, but proposes nothing where the other sources are so probable that its tree would not pay.
 """
 
 from bisect import bisect_right
@@ -131,8 +131,10 @@ class MergedDrafter:
         proposals = {place: self._proposals(state) for place, state in enumerate(states) if self._covers(state)}
         if not proposals:
             return self.drafter.propose(context)
-        merged = {place: self._merged(context, place, found) for place, found in proposals.items()}
-        if len(merged) < len(states) or not all(proposals.values()) or any(map(self._pays, merged.values())):
+        must_draft = len(proposals) < len(states) or not all(proposals.values())
+        others = {} if must_draft else proposals
+        merged = {place: self._merged(context, place, found) for place, found in others.items()}
+        if must_draft or any(map(self._pays, merged.values())):
             tree = self.drafter.propose(context)
             self._gives_scores |= tree.scores is not None
             drafted = _proposals_of(tree)

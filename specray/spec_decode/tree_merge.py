@@ -1,8 +1,8 @@
 """One draft tree from the trees of several sources, and how often each source is right. Pure functions and tables.
 
-A source says of each node of its tree what speaks for it, as a small number, its evidence: the length of an n-gram's
-match, say. `Calibration` counts how often nodes of each evidence followed their parents in real text. Nodes with the
-same path in several trees are one node, which follows its parent as often as the best of its sources says.
+A source assigns each node of its tree to a class, its `evidence`, for example by the length of an n-gram's match.
+`Calibration` counts, by class, how often nodes followed their parents in real text. Nodes with equal paths in several
+trees become one node, with the highest rate of its sources.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ class Proposal(NamedTuple):
 
 
 class ScoredLists(NamedTuple):
-    """A tree, and the chance that the path to each node is the text: 1 at the root, never rising."""
+    """A tree, and the probability that the text follows the path to each node: 1 at the root, non-increasing below."""
 
     tree: TreeLists
     scores: list[float]
@@ -58,7 +58,7 @@ def merge(
 ) -> ScoredLists:
     """At most `most` nodes of all trees below `root`, the most probable first, so that parents precede children.
 
-    Nodes deeper than `max_depth` and less likely than `least` are left out. The rates of siblings sum to 1 at most.
+    Nodes deeper than `max_depth`, or less probable than `least`, are left out. Rates of siblings sum to 1 at most.
     """
     trees = [(proposal, rate, children_of(proposal.tree)) for proposal, rate in parts]
     tokens, parents, scores = [root], [NONE], [1.0]
@@ -80,9 +80,9 @@ def merge(
             heappush(heap, (-scale * rates[token], next(order), parent, depth, token, below))
 
     push_children(ROOT, 1, [(number, ROOT) for number in range(len(trees))])
-    while heap and len(tokens) <= most:
+    while heap and -heap[0][0] >= least and len(tokens) <= most:
         negative, _, parent, depth, token, below = heappop(heap)
-        if depth > max_depth or -negative < least:
+        if depth > max_depth:
             continue
         tokens.append(token)
         parents.append(parent)

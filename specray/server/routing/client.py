@@ -32,8 +32,8 @@ from specray.server.tasks import Tasks
 
 NOT_READY = "the engine is starting or restarting; try again in a few seconds"
 HEARTBEAT_TIMEOUT_S = 3.0  # a router that is silent for longer counts as lost
-# Without an item of its stream or the answer to a request for so long, a router gets new requests only if all others
-# are late, too.
+# A router that sends no item, or no answer to a request, for so long gets new requests only if all others are late or
+# full.
 LATE_ITEM_S, LATE_ANSWER_S = 1.2, 0.5
 CONNECT_TIMEOUT_S = 5.0
 DRAFTER_LOAD_TIMEOUT_S = 600.0  # a drafter may have to be downloaded first

@@ -17,7 +17,7 @@ from typing import TypeGuard
 from specray.server.config import RoutingOptions
 
 KV_FULL = 0.95  # share of KV blocks in use above which another request is likely to preempt one
-HOME_SLACK = 1.0  # requests by which the load of a prefix's first home may exceed that of its second one
+PREFERRED_SLACK = 1.0  # requests by which the load of a prefix's first replica may exceed that of its second
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ def choose_replica(
     Candidates have a load of at most `max_load_ratio` times the least, plus `load_slack`. The longest cached prefix
     wins. Ties are common, because a prefix that all requests share is soon cached everywhere. A session breaks ties by
     rendezvous hashing: it moves only if its replica leaves or is overloaded, and every ingress moves it to the same
-    replica. Without a session, so does the shortest prefix that none of the equals has cached: requests that share it
-    meet at the same replica from every ingress, although no ingress knows what others sent. A prompt without such a
+    replica. Without a session, the hashed key is the shortest prefix that none of the tied replicas has cached, so
+    requests that share it meet at one replica, although no ingress knows what others sent. A prompt without such a
     prefix goes to the less loaded of two random candidates. Always taking the least loaded one would make all
     ingresses, whose states lag behind, choose the same replica.
     """
@@ -71,7 +71,7 @@ def choose_replica(
     if session:
         return in_order_of(session, equal)[0]
     if num_known < len(prefixes):
-        return _home(str(prefixes[num_known]), equal, loads)
+        return _preferred(str(prefixes[num_known]), equal, loads)
     return _lighter_of_two(equal, loads, random)
 
 
@@ -112,10 +112,10 @@ def _within_bound(live: Sequence[ReplicaState], loads: Mapping[str, float], opti
     return [name for name in with_free_kv if loads[name] <= bound]
 
 
-def _home(prefix: str, replica_ids: Sequence[str], loads: Mapping[str, float]) -> str:
-    """The first of a prefix's replicas; the second one while that has less to do."""
+def _preferred(prefix: str, replica_ids: Sequence[str], loads: Mapping[str, float]) -> str:
+    """The first replica in the prefix's order, or the second one while its load is lower by PREFERRED_SLACK."""
     first, second = [*in_order_of(prefix, replica_ids), ""][:2]
-    return second if second and loads[first] > loads[second] + HOME_SLACK else first
+    return second if second and loads[first] > loads[second] + PREFERRED_SLACK else first
 
 
 def _lighter_of_two(replica_ids: Sequence[str], loads: Mapping[str, float], random: Random) -> str:

@@ -1,7 +1,7 @@
 """Promotes a shadow drafter that is proven to be better, and takes it back when acceptance collapses.
 
-With `speculative.shadow.promotes`. Both steps are one: the shadow and the drafter in use change places. The options say
-all that has to be remembered, so any ingress can take the next step, and one that starts later goes on.
+Runs with `speculative.shadow.promotes`. A promotion and its reversal are one operation, which swaps the shadow and the
+drafter in use. All state is in the `speculative` options, so any ingress can perform it, also one that starts later.
 """
 
 import asyncio
@@ -16,13 +16,13 @@ from specray.errors import ConfigError, SpecRayError
 from specray.server import OPERATOR_LOG
 from specray.server.routing.rollout import DrafterRollout
 
-INTERVAL_S = 2.0  # between two looks at the engines' reports
+INTERVAL_S = 2.0  # between two evaluations of the engines' reports
 
 logger = logging.getLogger(OPERATOR_LOG)
 
 
 async def promote_shadows(rollout: DrafterRollout) -> None:
-    """Never ends."""
+    """Evaluate the engines' reports every INTERVAL_S, and swap drafters when `decide` says so. Never returns."""
     while True:
         await asyncio.sleep(INTERVAL_S)
         now = rollout.speculative
@@ -31,15 +31,15 @@ async def promote_shadows(rollout: DrafterRollout) -> None:
         try:
             after, reason = decide(now, await rollout.report())
             if after != now:
-                await rollout.change(partial(_if_still, now, after))
+                await rollout.change(partial(_if_unchanged, now, after))
                 logger.warning("new requests get the drafter %s: %s", after.default_drafter, reason)
         except SpecRayError as error:  # no engine answers, or another ingress was first
             logger.info("the shadow drafter was not promoted: %s", error)
         except Exception:  # an error of the cluster ends no task that others rely on
-            logger.exception("the shadow drafter was not looked at")
+            logger.exception("checking whether to promote the shadow drafter failed")
 
 
-def _if_still(seen: SpeculativeConfig, after: SpeculativeConfig, latest: SpeculativeConfig) -> SpeculativeConfig:
+def _if_unchanged(seen: SpeculativeConfig, after: SpeculativeConfig, latest: SpeculativeConfig) -> SpeculativeConfig:
     """`after`. Raises ConfigError if somebody has changed the drafters meanwhile."""
     if latest != seen:
         raise ConfigError("the drafters were changed meanwhile")

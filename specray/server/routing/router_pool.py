@@ -39,8 +39,8 @@ from specray.server.routing.subset import Breadth, IngressPlace, engines_of
 from specray.server.tasks import Tasks
 
 LOST = "the engine stopped while it processed this request, and no other engine took over in time; send it again"
-DIRECTORY_CHECK_S = 1.0  # between looks at the list of routers that nothing has asked for
-RECONNECT_S = 0.2  # after a connection has ended, to the next one
+DIRECTORY_CHECK_S = 1.0  # between periodic reads of the list of routers; a change is read at once
+RECONNECT_S = 0.2  # from the end of a connection to the next attempt
 MAX_TRIES = 8  # routers that one request is sent to, until it is refused
 RETRY_INTERVAL_S = 1.0
 OPENING_S = 10.0  # that a new request waits for a router that runs but is not connected yet

@@ -7,12 +7,12 @@ from typing import NamedTuple
 from specray.server.routing.policy import in_order_of
 
 INGRESSES_PER_ENGINE = 2  # at least, so that no engine idles while one of them restarts
-SHORT_S = 0.5  # without an engine that takes requests, after which an ingress gets more
-LESS_AFTER_S = 30.0  # after which it tries to do without these
+WIDEN_AFTER_S = 0.5  # seconds without an engine that takes requests, after which `Breadth` doubles
+NARROW_AFTER_S = 30.0  # seconds since its last change, after which it halves
 
 
 class IngressPlace(NamedTuple):
-    """An ingress replica's number among all of them."""
+    """The rank of an ingress replica, and the number of replicas."""
 
     rank: int = 0
     num_ingresses: int = 1
@@ -48,9 +48,9 @@ class Breadth:
         """`is_free`: a connected engine takes requests; `has_all`: the ingress uses every engine."""
         if is_free or has_all:
             self._free_at = now
-        if now - self._free_at > SHORT_S:
+        if now - self._free_at > WIDEN_AFTER_S:
             self.value *= 2
             self._since = self._free_at = now
-        elif self.value > 1 and now - self._since > LESS_AFTER_S:
+        elif self.value > 1 and now - self._since > NARROW_AFTER_S:
             self.value //= 2
             self._since = now

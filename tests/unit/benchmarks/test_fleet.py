@@ -5,7 +5,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from benchmarks.fleet.__main__ import ACCEPTED, NUM_DRAFTS, Load, simulate
-from benchmarks.fleet.cluster import TIMEOUT_S, Fleet
+from benchmarks.fleet.cluster import TIMEOUT_S, SimulatedCluster
 from benchmarks.fleet.costs import StepCosts, measured_costs
 from benchmarks.fleet.engine import Hardware
 from benchmarks.fleet.traffic import Traffic
@@ -17,20 +17,24 @@ from specray.server.routing.client import HEARTBEAT_TIMEOUT_S
 COSTS = StepCosts(0.005, 0.00003)
 
 
-def fleet_of(num_engines: int, num_ingresses: int, **routing: Any) -> Fleet:
+def cluster_of(num_engines: int, num_ingresses: int, **routing: Any) -> SimulatedCluster:
     config = ServingConfig.model_validate({"model": "toy", "page_size": 64, "routing": routing})
-    return Fleet(config, Hardware(COSTS, Capacity(512, 0, 4096, 2**40, [2]), 0.0), num_engines, num_ingresses)
+    return SimulatedCluster(
+        config, Hardware(COSTS, Capacity(512, 0, 4096, 2**40, [2]), 0.0), num_engines, num_ingresses
+    )
 
 
-def in_fleet(scenario: Callable[[Fleet], Coroutine[Any, Any, None]], *sizes: int, **routing: Any) -> Fleet:
-    """Run a scenario in a fleet that is connected, in virtual time."""
+def in_cluster(
+    scenario: Callable[[SimulatedCluster], Coroutine[Any, Any, None]], *sizes: int, **routing: Any
+) -> SimulatedCluster:
+    """Run a scenario in a simulated cluster that is connected, in virtual time."""
 
-    async def simulation() -> Fleet:
-        fleet = fleet_of(*sizes, **routing)
-        await fleet.start()
-        await scenario(fleet)
-        await fleet.close()
-        return fleet
+    async def simulation() -> SimulatedCluster:
+        simulated = cluster_of(*sizes, **routing)
+        await simulated.start()
+        await scenario(simulated)
+        await simulated.close()
+        return simulated
 
     return run(simulation())
 
@@ -61,50 +65,52 @@ def test_steps_cost_what_was_measured() -> None:
 def test_a_request_waits_for_one_dead_engine_at_most() -> None:
     """The next engine is chosen when the first one has not answered, among those that still do."""
 
-    async def scenario(fleet: Fleet) -> None:
-        sending = asyncio.create_task(fleet.send(Traffic(100.0, 8, 128, 64, 4), 3.0))
+    async def scenario(simulated: SimulatedCluster) -> None:
+        sending = asyncio.create_task(simulated.send(Traffic(100.0, 8, 128, 64, 4), 3.0))
         await asyncio.sleep(1.0)
-        for replica_id in sorted(fleet.listed)[:6]:
-            fleet.engines[replica_id].is_silent = True
+        for replica_id in sorted(simulated.listed)[:6]:
+            simulated.engines[replica_id].is_silent = True
         await sending
 
-    fleet = in_fleet(scenario, 12, 2)
-    assert {each.status for each in fleet.outcomes} == {200}
-    assert max(each.first_token_s or TIMEOUT_S for each in fleet.outcomes) < HEARTBEAT_TIMEOUT_S + 1.0
-    assert sum((each.first_token_s or TIMEOUT_S) > 1.0 for each in fleet.outcomes) < 30  # of those sent to dead engines
-    assert fleet.num_submits < 1.2 * len(fleet.outcomes)  # no storm of retries
+    simulated = in_cluster(scenario, 12, 2)
+    assert {each.status for each in simulated.outcomes} == {200}
+    assert max(each.first_token_s or TIMEOUT_S for each in simulated.outcomes) < HEARTBEAT_TIMEOUT_S + 1.0
+    assert (
+        sum((each.first_token_s or TIMEOUT_S) > 1.0 for each in simulated.outcomes) < 30
+    )  # of those sent to dead engines
+    assert simulated.num_submits < 1.2 * len(simulated.outcomes)  # no storm of retries
 
 
 def test_every_ingress_reaches_engines_that_it_has_no_stream_to() -> None:
-    async def scenario(fleet: Fleet) -> None:
-        assert fleet.num_streams == 16
-        for ingress in fleet.ingresses:
+    async def scenario(simulated: SimulatedCluster) -> None:
+        assert simulated.num_streams == 16
+        for ingress in simulated.ingresses:
             assert len(ingress.rank_nodes) < 8
-            assert set(await ingress.stats()) == fleet.listed
-            assert await ingress.flush_caches() == sorted(fleet.listed)
+            assert set(await ingress.stats()) == simulated.listed
+            assert await ingress.flush_caches() == sorted(simulated.listed)
 
-    in_fleet(scenario, 8, 4, engines_per_ingress=2)
+    in_cluster(scenario, 8, 4, engines_per_ingress=2)
 
 
 def test_an_ingress_without_live_engines_of_its_own_uses_others() -> None:
-    async def scenario(fleet: Fleet) -> None:
-        own = set(fleet.ingresses[0].rank_nodes)
+    async def scenario(simulated: SimulatedCluster) -> None:
+        own = set(simulated.ingresses[0].rank_nodes)
         for replica_id in own:
-            fleet.engines[replica_id].is_silent = True
+            simulated.engines[replica_id].is_silent = True
         await asyncio.sleep(6.0)
-        assert set(fleet.ingresses[0].rank_nodes) - own
-        await fleet.send(Traffic(20.0, 4, 256, 64, 8), 2.0)
+        assert set(simulated.ingresses[0].rank_nodes) - own
+        await simulated.send(Traffic(20.0, 4, 256, 64, 8), 2.0)
 
-    fleet = in_fleet(scenario, 12, 4, engines_per_ingress=2)
-    assert {each.status for each in fleet.outcomes} == {200}
+    simulated = in_cluster(scenario, 12, 4, engines_per_ingress=2)
+    assert {each.status for each in simulated.outcomes} == {200}
 
 
 def test_a_rollout_loses_no_request() -> None:
-    async def scenario(fleet: Fleet) -> None:
-        sending = asyncio.create_task(fleet.send(Traffic(20.0, 4, 256, 64, 4), 4.0))
-        await fleet.roll_out(2)
+    async def scenario(simulated: SimulatedCluster) -> None:
+        sending = asyncio.create_task(simulated.send(Traffic(20.0, 4, 256, 64, 4), 4.0))
+        await simulated.roll_out(2)
         await sending
 
-    fleet = in_fleet(scenario, 6, 2)
-    assert {each.status for each in fleet.outcomes} == {200}
-    assert len(fleet.engines) == 12
+    simulated = in_cluster(scenario, 6, 2)
+    assert {each.status for each in simulated.outcomes} == {200}
+    assert len(simulated.engines) == 12

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from specray.server.config import RoutingOptions
 from specray.server.routing.subset import (
     INGRESSES_PER_ENGINE,
-    LESS_AFTER_S,
-    SHORT_S,
+    NARROW_AFTER_S,
+    WIDEN_AFTER_S,
     Breadth,
     IngressPlace,
     engines_of,
@@ -78,15 +78,15 @@ def test_an_ingress_whose_number_exceeds_the_count_has_engines() -> None:
 def test_the_breadth_follows_whether_an_engine_takes_requests() -> None:
     breadth, values = Breadth(0.0), []
     for now, is_free, has_all in (
-        (SHORT_S / 2, False, False),
-        (SHORT_S + 0.1, False, False),
-        (SHORT_S + 0.2, False, False),
-        (2 * SHORT_S + 0.2, False, False),
-        (3 * SHORT_S + 1.0, False, True),
-        (SHORT_S + LESS_AFTER_S, True, False),
-        (3 * SHORT_S + LESS_AFTER_S, True, False),
-        (3 * SHORT_S + 2 * LESS_AFTER_S, True, False),
-        (3 * SHORT_S + 3 * LESS_AFTER_S + 1.0, True, False),
+        (WIDEN_AFTER_S / 2, False, False),
+        (WIDEN_AFTER_S + 0.1, False, False),
+        (WIDEN_AFTER_S + 0.2, False, False),
+        (2 * WIDEN_AFTER_S + 0.2, False, False),
+        (3 * WIDEN_AFTER_S + 1.0, False, True),
+        (WIDEN_AFTER_S + NARROW_AFTER_S, True, False),
+        (3 * WIDEN_AFTER_S + NARROW_AFTER_S, True, False),
+        (3 * WIDEN_AFTER_S + 2 * NARROW_AFTER_S, True, False),
+        (3 * WIDEN_AFTER_S + 3 * NARROW_AFTER_S + 1.0, True, False),
     ):
         breadth.update(now, is_free=is_free, has_all=has_all)
         values.append(breadth.value)
