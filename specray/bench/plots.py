@@ -1,5 +1,6 @@
 """Charts as PNG; they need matplotlib, which is optional."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -47,10 +48,11 @@ def save_load_plot(path: Path, endings: Sequence[Ending], latencies: Mapping[str
 
 
 def save_tree_plot(path: Path, ratios: Mapping[str, Mapping[int, float]], title: str) -> bool:
-    """Draw `ratios`: tree -> batch size -> tokens/s over plain decoding. False without matplotlib."""
+    """Draw `ratios`: tree -> batch size -> tokens/s over plain decoding. Without matplotlib, a message and False."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
+        print("no plot: matplotlib is not installed; run `pip install specray[train]` for one", file=sys.stderr)
         return False
     sizes = list(next(iter(ratios.values())))
     figure = Figure(figsize=(8, 1.2 + 0.45 * len(ratios)), layout="constrained")

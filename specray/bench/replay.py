@@ -66,8 +66,7 @@ def run_and_report(options: Namespace, config: EngineConfig) -> None:
             for arm in arms
         }
         options.plot.parent.mkdir(parents=True, exist_ok=True)
-        if not save_tree_plot(options.plot, ratios, "predicted / plain decoding"):
-            print("no plot: matplotlib is not installed; run `pip install specray[train]` for one", file=sys.stderr)
+        save_tree_plot(options.plot, ratios, "predicted / plain decoding")
 
 
 def read_logs(paths: Sequence[Path], limit: int | None) -> list[LoggedRequest]:
@@ -83,7 +82,7 @@ def evaluate(
 ) -> tuple[list[Arm], Counter[str]]:
     """(plain decoding and these methods, why requests are left out). ConfigError if all of them are.
 
-    All draft whole trees: `budget: auto` cuts them to those that pay, so it is as fast at least.
+    All draft whole trees: `budget: auto` cuts them to those that pay, so a server is at least as fast.
     """
     plain = LLM(with_values(config, speculative=SpeculativeConfig()), progress=sys.stderr.isatty())
     reasons = [unusable(request, plain.engine) for request in requests]

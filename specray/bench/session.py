@@ -14,6 +14,7 @@ from specray.bench.prompts import Prompt, load_prompts
 from specray.bench.report import Summary, depth_table, summarise, to_json, to_table
 from specray.bench.variants import PLAIN, TRANSFORMERS, EngineVariant, Variant, parse_method, target_of
 from specray.config import EngineConfig, SpeculativeConfig, with_values
+from specray.engine.draft_budget import budget_kind
 from specray.errors import ConfigError
 from specray.llm import LLM
 from specray.models.files import target_folder
@@ -44,11 +45,10 @@ class Session:
         return target_of(self._llm)
 
     def served_budget(self, speculative: SpeculativeConfig) -> str:
-        """The budget of a server on this machine with these options: see `make_budget`."""
+        """The budget of a server on this machine with these options: see `budget_kind`."""
         capacity = self._llm.engine.capacity
         is_cpu = self.target.embedding.weight.device.type == "cpu"
-        learns = speculative.ignores_drafts and (capacity.has_graphs or (capacity.has_one_text and is_cpu))
-        return speculative.budget or ("auto" if learns else "static")
+        return budget_kind(speculative, capacity._replace(learns_budget=is_cpu or capacity.has_graphs))
 
     def drop(self, name: str) -> None:
         """Free a variant, its head and its KV pool."""

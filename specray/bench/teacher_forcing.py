@@ -162,9 +162,9 @@ def unusable(logged: LoggedRequest, engine: Engine) -> str | None:
     if logged.is_redacted:
         return "redacted"
     if logged.is_lossy or logged.plain_token_ids is not None:  # by its options, or as an audit found
-        return "its text depended on the drafts"
+        return "with a text that depended on the drafts"
     if logged.params.grammar is not None:
-        return "a grammar changed its trees"
+        return "with a grammar"
     text = logged.prompt_token_ids + logged.output_token_ids
     if max(text) >= engine.capacity.vocab_size:
         return "of another model"

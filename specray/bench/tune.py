@@ -264,8 +264,6 @@ def write_files(folder: Path, outcome: SearchResult, config: EngineConfig, setti
     }
     if save_tree_plot(folder / "tune.png", trees, f"{outcome.best.speculative.algorithm} / plain decoding"):
         written.append("tune.png")
-    else:
-        print("no plot: matplotlib is not installed; run `pip install specray[train]` for one", file=sys.stderr)
     print(f"written to {folder}: {', '.join(written)}")
 
 

@@ -29,7 +29,7 @@ class CausalLM(FusibleModel):
     """A stack of decoder layers over one flattened batch [T, hidden]; `attend` knows rows, trees and the KV pool."""
 
     can_round_kv = True  # whether KV may be int8, with one scale for each row of a head
-    expanded: tuple[str, ...] = ()  # how the names of matrices end that do not stay as a quantised checkpoint has them
+    expanded: tuple[str, ...] = ()  # name suffixes of the matrices that are expanded from a quantised checkpoint
 
     def __init__(self, config: PretrainedConfig, loader: Loader, max_positions: int) -> None:
         super().__init__()

@@ -40,7 +40,7 @@ class Deepseek(CausalLM):
     """DeepseekV2ForCausalLM and DeepseekV3ForCausalLM."""
 
     can_round_kv = False  # a row mixes a latent and rotary positions, which are of different sizes
-    expanded = ("kv_b_proj.weight",)  # of each head by itself
+    expanded = ("kv_b_proj.weight",)  # it is used head by head
 
     @classmethod
     def shape_of(cls, config: PretrainedConfig, group: RankGroup) -> DeepseekShape:

@@ -100,12 +100,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def reason_without_graphs(body: nn.Module, recorder: Recorder) -> str | None:
-    """Why no CUDA graph can have a pass through `body`, which `recorder` has seen; None if one can."""
+    """Why a pass through `body`, which `recorder` has seen, cannot be captured as a CUDA graph; None if it can."""
     if any(hasattr(part, "packed_experts") for part in body.modules()):
         return "its experts are not captured: some run one after the other, and the host reads which have tokens"
     # The host plans the states of a pass without a graph alone.
     readers = [type(part).__name__ for part in recorder.readers if not isinstance(part, StateLayer)]
-    return f"{readers[0]} of transformers exchanges numbers with the host" if readers else None
+    return (
+        f"{readers[0]} of transformers reads device tensors on the host or copies host values to the device"
+        if readers
+        else None
+    )
 
 
 def reads_on_host(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

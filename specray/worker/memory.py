@@ -20,7 +20,7 @@ STEPPING = "computing a step"
 _SMALL_TREE = (3, 1, 4)  # num_steps, eagle_topk, num_draft_tokens
 _FEW_REQUESTS = 4
 _SHORT_CHUNK = 128
-_QUIET_S = 5.0  # without memory that becomes free, after which what is used is in use
+_QUIET_S = 5.0  # without newly freed memory, after which the rest belongs to running processes
 _POLL_S = 0.1
 _HIGH_FRACTION, _LOW_FRACTION = 0.5, 0.1
 

@@ -76,12 +76,12 @@ class PaddedStates:
 
     def load(self, batch: StepBatch) -> None:
         """Make the copies for the prefix cache those of `batch`; a copy to the device, if there are any."""
-        copies = batch.state_copies
-        if not any(copies) and not self._has_copies:
+        has_copies = any(batch.rows.state_copies)
+        if not has_copies and not self._has_copies:
             return
-        self._has_copies = any(copies)
+        self._has_copies = has_copies
         packed = torch.full_like(self._copies, -1, device="cpu")
-        for place, of_request in enumerate(copies):
+        for place, of_request in enumerate(batch.state_copies):
             for count, row in of_request.items():
                 if 0 < count <= packed.shape[1]:
                     packed[place, count - 1] = row

@@ -95,8 +95,8 @@ def test_the_longest_path_of_a_tree_is_accepted(text: list[int], expected: int) 
     ("reason", "changes"),
     [
         ("redacted", {"prompt_token_ids": [], "output_token_ids": []}),
-        ("its text depended on the drafts", {"is_lossy": True}),
-        ("a grammar changed its trees", {"params": SamplingParams(seed=1, grammar=GrammarSpec("json_object"))}),
+        ("with a text that depended on the drafts", {"is_lossy": True}),
+        ("with a grammar", {"params": SamplingParams(seed=1, grammar=GrammarSpec("json_object"))}),
         ("of another model", {"output_token_ids": [64]}),
         ("longer than the KV pool or the context", {"output_token_ids": [5] * 300}),
     ],
@@ -140,7 +140,7 @@ def test_the_command_prints_arms_by_speed_and_a_block_for_a_configuration(
     arms = json.loads(out.read_text())["arms"]
     means = {name: arm["tokens_per_s"]["1"] * arm["tokens_per_s"]["8"] for name, arm in arms.items()}
     assert list(arms) == sorted(means, key=lambda name: -means[name])
-    assert "1 requests are left out: its text depended on the drafts" in printed
+    assert "1 requests are left out: with a text that depended on the drafts" in printed
     block = yaml.safe_load(printed[printed.index("# specray replay") : printed.index("\n\n", printed.index("# spec"))])
     assert SpeculativeConfig(**block["speculative"]).num_draft_tokens in (None, 3, 8)
     assert cli.main(["replay", str(path), "--arms", "plain", "--model", str(toy)]) == 2
