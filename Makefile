@@ -140,7 +140,7 @@ bench-peers: $(INSTALLED)  ## measure beside vLLM, llama.cpp, OpenVINO and trans
 gpu-report:  ## check and measure this machine's GPU in at most 12 minutes, with PYTHON's packages (GPU_ARGS: --help)
 	$(PYTHON) -m benchmarks.gpu $(GPU_ARGS)
 
-gpu-serve-report:  ## the same for servers on Ray, whose processes are killed: half an hour
+gpu-serve-report:  ## measure servers on Ray on this machine's GPU, and kill their processes: half an hour
 	$(PYTHON) -m benchmarks.gpu --parts servers --minutes 30 $(GPU_ARGS)
 
 heads: $(INSTALLED)  ## make the package's draft heads again: many hours on two cores; resumes
