@@ -1,8 +1,8 @@
-"""A check that Serve's HTTP proxy has its port for itself, made while Serve builds the application.
+"""A check that Serve's HTTP proxy has its port for itself, made before an application starts.
 
 Serve sets SO_REUSEPORT, so a second Serve of the same user silently shares the port of the first: each gets some of the
 requests. Only a port of another kind of server makes `serve run` fail by itself.
-`specray serve` checks the port before it starts Ray (`specray.cli.local_server.refuse_port_in_use`).
+`specray serve` also checks the port before it starts Ray (`specray.cli.local_server.refuse_port_in_use`).
 """
 
 from collections.abc import Iterable, Iterator

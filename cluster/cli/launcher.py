@@ -32,6 +32,7 @@ from cluster.cli.check import check_document, load, summary
 from cluster.cli.supervise import SERVING
 from cluster.config import AppConfig
 from cluster.engine.node_resources import check_node_resources
+from cluster.http_port import check_http_port
 from cluster.process_settings import ONE_LOOP, most_verbose, set_log_level
 from specray.cli.local_server import reachable
 from specray.errors import ConfigError, SpecRayError
@@ -210,6 +211,7 @@ def _start_applications(deploy: ServeDeploySchema, apps: dict[str, AppConfig]) -
         raise StartError(
             f"Serve's HTTP proxy did not start ({reason}); check whether the machine is overloaded"
         ) from None
+    check_http_port()  # of two servers that start at the same time, neither saw the other when it began
     prefixes = {app.name: (app.route_prefix or "/").rstrip("/") for app in deploy.applications}
     for name, config in apps.items():
         try:

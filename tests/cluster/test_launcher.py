@@ -233,10 +233,11 @@ class Starting:
     def __init__(self, model: Path, folder: Path) -> None:
         self._marker = f"SPECRAY_TEST_{uuid4().hex}"
         self.log = folder / "log"
+        self.port = free_port()
         reader, writer = os.pipe()
         os.close(reader)
         self.process = subprocess.Popen(
-            [*SERVE, f"--model={model}", f"--port={free_port()}", "--device=cpu", "--max-total-tokens=4096"],
+            [*SERVE, f"--model={model}", f"--port={self.port}", "--device=cpu", "--max-total-tokens=4096"],
             cwd=folder,
             env=os.environ | {self._marker: "1"},
             stdout=writer,
@@ -285,6 +286,18 @@ def test_a_killed_server_leaves_no_process(tiny_model: Path, tmp_path: Path) -> 
     time.sleep(8.0)  # Ray starts
     server.process.kill()
     wait_until(lambda: server.environments() == [], seconds=30)
+
+
+def test_a_port_that_another_server_takes_meanwhile_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    """Serve's proxy would share it, and each server would get some of the requests."""
+    server = Starting(tiny_model, tmp_path)
+    wait_until(lambda: any("RAY_TMPDIR" in environment for environment in server.environments()), START_TIMEOUT_S)
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        other.bind(("127.0.0.1", server.port))
+        other.listen()
+        assert server.process.wait(START_TIMEOUT_S) == 2
+    assert f"http_options.port={server.port} is already used by process {os.getpid()}" in server.log.read_text()
 
 
 def test_a_notebooks_documented_cell_runs_and_a_second_signal_stops_its_server_at_once(
