@@ -196,7 +196,7 @@ class ShadowOptions(Options):
     )
     promotes: bool = Field(
         False,
-        description="Give the requests to a shadow that is better with 95 % confidence, and back if acceptance "
+        description="Give the requests to a shadow that is better with 95 % confidence, and back if its acceptance "
         "collapses.",
     )
     is_former: bool = Field(False, description="Set by a promotion: the shadow was in use before.")

@@ -40,7 +40,7 @@ METRICS = (
     Metric(
         "specray_drafter_info", "gauge", "1 for the drafting method in use (or none), 0 for earlier ones.", "drafter"
     ),
-    Metric("specray_acceptance_collapsed", "gauge", "1 while drafts are hardly ever accepted, else 0."),
+    Metric("specray_acceptance_collapsed", "gauge", "1 while this drafter's are hardly ever accepted.", "drafter"),
     Metric(
         "specray_verification_is_lossy",
         "gauge",
@@ -154,6 +154,12 @@ METRICS = (
     Metric("specray_shadow_pair_trees", "gauge", "Trees of these requests.", "drafter"),
     Metric("specray_shadow_pair_gain", "gauge", "Accepted tokens of these trees, less those verified.", "drafter"),
     Metric("specray_shadow_pair_gain_squares", "gauge", "Sum of the squares of each request's gain.", "drafter"),
+    Metric(
+        "specray_shadow_gain_lower_bound",
+        "gauge",
+        "The accept length of the shadow is longer by at least this, with 95 % confidence; 0 while unknown.",
+        "drafter",
+    ),
     Metric("specray_time_to_first_token_seconds", "histogram", "From arrival in the engine to the first token."),
     Metric("specray_time_per_output_token_seconds", "histogram", "Mean gap between a finished request's tokens."),
     Metric("specray_inter_token_latency_seconds", "histogram", "Gap between a request's steps with output."),

@@ -61,12 +61,14 @@ class DrafterReconciler:
 
 def drafter_report(state: DrafterState, accept_length: float | None, snapshot: Snapshot) -> dict[str, Any]:
     """The report of one engine's drafter for `GET /admin/drafter`."""
+    collapsed = snapshot["specray_acceptance_collapsed"]
+    assert isinstance(collapsed, dict)
     return {
         "state": state.state,
         "speculative": state.speculative.model_dump(),
         "loading": state.loading.model_dump() if state.loading is not None else None,
         "accept_length": accept_length,
-        "acceptance_collapsed": bool(snapshot["specray_acceptance_collapsed"]),
+        "acceptance_collapsed": any(collapsed.values()),
         "restarts": state.num_restarts,
         "faults": snapshot["specray_draft_faults_total"],
         "late_drafts": snapshot["specray_late_drafts_total"],
@@ -93,6 +95,7 @@ def _reports(speculative: SpeculativeConfig, snapshot: Snapshot) -> dict[str, An
             "is_shadow": drafter.name == speculative.shadow.drafter,
             "requests": count("specray_drafter_requests_total", drafter.name),
             "accept_length": accept_length("drafter", "specray_drafter_verify_steps_total", drafter.name),
+            "acceptance_collapsed": bool(count("specray_acceptance_collapsed", drafter.name)),
             "shadow_accept_length": accept_length("shadow", "specray_shadow_trees_total", drafter.name),
             "shadow_gain": (gain := PairedGain(*(count(metric, drafter.name) for metric in PAIRED)))._asdict(),
             "shadow_gain_interval": gain.interval,

@@ -1,6 +1,6 @@
 """What an engine counts and when: one method for each event in the life of a request, and for each step.
 
-`AcceptanceAlarm` sets the gauge `specray_acceptance_collapsed` while the target hardly ever accepts a draft.
+`AcceptanceAlarm` sets the gauge `specray_acceptance_collapsed` while the target hardly ever accepts a drafter's drafts.
 """
 
 import logging
@@ -8,17 +8,16 @@ import time
 from collections.abc import Sequence
 
 from specray.config import SpeculativeConfig
+from specray.engine.drafter_selection.selector import is_typical
 from specray.engine.request import Emitted, Request
 from specray.engine.scheduler import Scheduler
 from specray.engine.stats import EngineStats
 from specray.outputs import FinishReason
 from specray.step import DraftFault, StepResult
 
-NUM_TREES = 256  # verified trees between two checks
+NUM_TREES = 256  # of one drafter, verified between two checks
 COLLAPSED_BELOW = 1.1  # accept length below which a tree gains less than its verification costs
 RECOVERED_FROM = 1.2
-DRAFTS = "specray_spec_decode_num_drafts_total"
-ACCEPTED = "specray_spec_decode_num_accepted_tokens_total"
 COLLAPSED = "specray_acceptance_collapsed"
 logger = logging.getLogger(__name__)
 
@@ -30,6 +29,7 @@ class StatsRecorder:
         self._stats = stats
         self._probe_stats = EngineStats()  # never exported
         self._alarm = AcceptanceAlarm(stats)
+        self._drafter = speculative.drafter_name  # of a request that was given none of several
         stats.set("specray_verification_is_lossy", speculative.is_lossy)
         stats.set("specray_acceptance_is_simulated", speculative.is_simulated)
         stats.set("specray_cpu_kernels_absent", lacks_cpu_kernels)
@@ -59,6 +59,9 @@ class StatsRecorder:
             stats.observe("specray_inter_token_latency_seconds", request.last_token - before)
             stats.add("specray_draft_budget_tokens_total", num_allowed)
             stats.accepted(emitted.result.num_draft_tokens, num_kept - 1)
+            if emitted.result.num_draft_tokens and is_typical(request):
+                drafter = self._drafter if request.drafter is None else request.drafter.name
+                self._alarm.count_tree(drafter or "none", num_kept - 1)
             return
         request.first_token = request.last_token
         if not request.spec.emitted_token_ids:
@@ -90,6 +93,7 @@ class StatsRecorder:
     def drafter(self, name: str | None) -> None:
         """Another drafter is used from now on."""
         self._stats.name_drafter(name)
+        self._drafter = name
         self._alarm.reset()
 
     def gauges(self, scheduler: Scheduler) -> None:
@@ -102,7 +106,6 @@ class StatsRecorder:
         self._stats.set("specray_kv_cache_usage_perc", held / usable)
         self._stats.set("specray_kv_cache_cached_perc", cache.num_idle / usable)
         self._stats.set("specray_num_preemptions_total", scheduler.num_preemptions)
-        self._alarm.check()
 
     def _stats_of(self, request: Request) -> EngineStats:
         return self._probe_stats if request.spec.is_probe else self._stats
@@ -114,29 +117,29 @@ def is_collapsed(accept_length: float, was_collapsed: bool) -> bool:
 
 
 class AcceptanceAlarm:
-    """Checks each window of NUM_TREES verified trees."""
+    """Checks each window of NUM_TREES verified trees of one drafter."""
 
     def __init__(self, stats: EngineStats) -> None:
         self._stats = stats
-        self.reset()
+        self._accepted: dict[str, list[int]] = {}  # by drafter: accepted tokens of each tree of its window
 
     def reset(self) -> None:
-        """Start a new window, for a new drafter."""
-        self._since = self._counts()
-        self._stats.set(COLLAPSED, 0)
+        """Start new windows, because a drafter has become another one or is used for other requests."""
+        self._accepted.clear()
+        series = self._stats.labelled[COLLAPSED]
+        series.update(dict.fromkeys(series, 0))
 
-    def check(self) -> None:
-        """Check the counts; a change is logged once."""
-        trees, accepted = (now - then for now, then in zip(self._counts(), self._since, strict=True))
-        if trees < NUM_TREES:
+    def count_tree(self, drafter: str, num_accepted: int) -> None:
+        """Count a verified tree with drafts. A change of the alarm is logged once."""
+        accepted = self._accepted.setdefault(drafter, [])
+        accepted.append(num_accepted)
+        if len(accepted) < NUM_TREES:
             return
-        self._since = self._counts()
-        was_collapsed = bool(self._stats.values[COLLAPSED])
-        is_so = is_collapsed(1 + accepted / trees, was_collapsed)
+        accept_length = 1 + sum(accepted) / NUM_TREES
+        accepted.clear()
+        series = self._stats.labelled[COLLAPSED]
+        was_collapsed = bool(series.get(drafter))
+        series[drafter] = is_so = is_collapsed(accept_length, was_collapsed)
         if is_so != was_collapsed:
-            self._stats.set(COLLAPSED, float(is_so))
             what = "hardly ever accepted and slow decoding down" if is_so else "accepted again"
-            logger.warning("drafts are %s: accept length %.2f over %d trees", what, 1 + accepted / trees, trees)
-
-    def _counts(self) -> tuple[float, float]:
-        return self._stats.values[DRAFTS], self._stats.values[ACCEPTED]
+            logger.warning("drafts of %s are %s: accept length %.2f", drafter, what, accept_length)

@@ -169,34 +169,30 @@ def tokens(running: int, a_minute: int) -> list[dict[str, str]]:
     return [series("num_requests_running", f"{running}+0x40"), series("generation_tokens_total", f"50+{a_minute}x40")]
 
 
-def drafts(a_minute: int, accepted_a_minute: int, is_collapsed: bool) -> list[dict[str, str]]:
+def drafts(a_minute: int, is_collapsed: bool) -> list[dict[str, str]]:
     return [
-        series("acceptance_collapsed", f"{int(is_collapsed)}+0x40"),
-        series("verify_steps_total", "0+60x40"),
+        series("acceptance_collapsed", f"{int(is_collapsed)}+0x40", ', drafter="head"'),
+        series("acceptance_collapsed", "0+0x40", ', drafter="other"'),
         series("spec_decode_num_drafts_total", f"0+{a_minute}x40"),
-        series("spec_decode_num_accepted_tokens_total", f"0+{accepted_a_minute}x40"),
     ]
 
 
-def shadow(accepted_a_minute: int, trees_a_minute: int) -> list[dict[str, str]]:
-    """A shadow drafter beside one with an accept length of 2."""
-    new, old = ', drafter="new"', ', drafter="old"'
+def shadow(gain_lower_bound: float, trees_a_minute: int) -> list[dict[str, str]]:
+    new = ', drafter="new"'
     return [
-        series("drafter_verify_steps_total", "0+60x40", old),
-        series("drafter_accepted_tokens_total", "0+60x40", old),
+        series("shadow_gain_lower_bound", f"{gain_lower_bound}+0x40", new),
         series("shadow_trees_total", f"0+{trees_a_minute}x40", new),
-        series("shadow_accepted_tokens_total", f"0+{accepted_a_minute}x40", new),
     ]
 
 
 # Alert, series with a value a minute, whether it fires after half an hour.
 CASES = [
-    ("SpecRayDraftsRefused", drafts(60, 3, is_collapsed=True), True),
-    ("SpecRayDraftsRefused", drafts(60, 60, is_collapsed=False), False),
-    ("SpecRayDraftsRefused", drafts(0, 0, is_collapsed=True), False),
-    ("SpecRayShadowIsBetter", shadow(90, 60), True),
-    ("SpecRayShadowIsBetter", shadow(62, 60), False),
-    ("SpecRayShadowIsBetter", shadow(9, 6), False),
+    ("SpecRayDraftsRefused", drafts(60, is_collapsed=True), True),
+    ("SpecRayDraftsRefused", drafts(60, is_collapsed=False), False),
+    ("SpecRayDraftsRefused", drafts(0, is_collapsed=True), False),
+    ("SpecRayShadowIsBetter", shadow(0.1, 60), True),
+    ("SpecRayShadowIsBetter", shadow(-0.1, 60), False),
+    ("SpecRayShadowIsBetter", shadow(0.1, 0), False),
     ("SpecRayQueueLong", requests(4, 9), True),
     ("SpecRayQueueLong", requests(4, 3), False),
     ("SpecRayRefusing", [series("requests_refused_total", "0+1x40")], True),

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from specray.config import MAX_TREE_NODES, SpeculativeConfig
 from specray.engine.draft_budget.costs import size_class
 from specray.engine.drafter_selection.bandit import DrafterBandit
+from specray.engine.drafter_selection.paired_gain import PairedGain
 from specray.engine.drafter_selection.text_kind import NUM_TOKENS, text_kind
 from specray.engine.request import DrafterChoice, Emitted, Request
 from specray.engine.stats import EngineStats
@@ -15,6 +16,7 @@ from specray.metrics import METRICS
 from specray.step import UNLIMITED, DrafterUse, StepResult
 
 PAIRED = tuple(f"specray_shadow_pair_{field}" for field in ("requests", "trees", "gain", "gain_squares"))  # PairedGain
+LOWER_BOUND = "specray_shadow_gain_lower_bound"
 OBSERVED_TOKENS = 32  # a request's tokens are passed to the bandit in portions of this size, and at its end
 MEMORY_STEPS = 512
 CLIP = 3.0  # a step that takes longer than this many times the usual was disturbed, and counts as this
@@ -46,7 +48,7 @@ class DrafterSelector:
         """Choose among other drafters from now on, or by another rule. Requests keep theirs."""
         members = speculative.members if speculative.drafters else {}
         if members != self._members or (speculative.default_drafter, speculative.shadow.drafter) != self._compared:
-            for metric in PAIRED:  # what was compared is another thing from now on
+            for metric in (*PAIRED, LOWER_BOUND):  # what was compared is another thing from now on
                 self._stats.labelled[metric] = dict.fromkeys(members, 0)
         self._compared = speculative.default_drafter, speculative.shadow.drafter
         for name, member in self._members.items():
@@ -73,7 +75,7 @@ class DrafterSelector:
         else:
             self._bandit.start(spec.tenant, kind, wanted)
         # A client's own choice says nothing about the drafter that the shadow would replace.
-        may_have_shadow = self._shadow is not None and self._replaced in (None, wanted) and _is_typical(request)
+        may_have_shadow = self._shadow is not None and self._replaced in (None, wanted) and is_typical(request)
         is_shadowed = may_have_shadow and self._random.random() < self._share
         request.acceptance.drafter = wanted
         shadow = self._shadow if is_shadowed else None
@@ -99,7 +101,7 @@ class DrafterSelector:
             choice, num_tokens = part.request.drafter, min(len(part.result.token_ids), room)
             if choice is None or not num_tokens or part.num_tokens > 1 or not part.request.num_output_tokens:
                 continue  # the end of a prompt has no drafts
-            if not _is_typical(part.request):
+            if not is_typical(part.request):
                 continue
             if part.request.in_flight[0].num_drafts:  # the step's limit: a shadow's trees count where drafts may be
                 _count_drafter_tree(self._stats, self._drafter(part), part.result.num_draft_tokens, num_tokens - 1)
@@ -128,7 +130,7 @@ class DrafterSelector:
         choice.tokens, choice.time = 0, 0.0
 
 
-def _is_typical(request: Request) -> bool:
+def is_typical(request: Request) -> bool:
     """Whether what the request generates says something about its drafter alone."""
     spec = request.spec
     has_own_trees = spec.draft_limit != UNLIMITED or spec.predicted_token_ids or spec.params.grammar is not None
@@ -160,6 +162,10 @@ def _count_drafter_use(stats: EngineStats, use: DrafterUse) -> None:
     pairs = use.num_shadow_requests, use.num_shadow_pairs, use.shadow_gain, use.shadow_gain_squares
     for metric, amount in zip(PAIRED, pairs, strict=True):
         stats.add_labelled(metric, use.drafter, amount)
+    if use.num_shadow_requests:
+        gain = PairedGain(*(stats.labelled[metric][use.drafter] for metric in PAIRED))
+        if gain.interval is not None:
+            stats.labelled[LOWER_BOUND][use.drafter] = gain.interval[0]
 
 
 class UsualTimes:

@@ -1,4 +1,4 @@
-"""Promotes a shadow drafter that is proven to be better, and takes it back when acceptance collapses.
+"""Promotes a shadow drafter that is proven to be better, and takes it back when its acceptance collapses.
 
 Runs with `speculative.shadow.promotes`. A promotion and its reversal are one operation, which swaps the shadow and the
 drafter in use. All state is in the `speculative` options, so any ingress can perform it, also one that starts later.
@@ -61,8 +61,11 @@ def decide(now: SpeculativeConfig, reports: Mapping[str, Mapping[str, Any]]) -> 
             f"its accept length is {low:.2f} to {high:.2f} longer, by {gain.num_requests:.0f} requests in its shadow"
         )
         return swapped(now, promotes=True), reason
-    if now.shadow.is_former and any(report["acceptance_collapsed"] for report in reports.values()):
-        return swapped(now, promotes=False), "acceptance has collapsed"
+    promoted = now.default_drafter
+    if now.shadow.is_former and any(
+        drafters[promoted]["acceptance_collapsed"] for drafters in known if promoted in drafters
+    ):
+        return swapped(now, promotes=False), f"the acceptance of {promoted} has collapsed"
     return now, ""
 
 

@@ -21,18 +21,17 @@ from tests.support.engine import make_llm
 
 
 class AlarmHarness:
-    """An alarm with the statistics that it reads."""
+    """An alarm with the statistics that it writes."""
 
     def __init__(self) -> None:
         self.stats = EngineStats("EAGLE3")
         self.alarm = AcceptanceAlarm(self.stats)
 
-    def verify(self, num_trees: int, num_accepted: int) -> bool:
+    def verify(self, num_trees: int, num_accepted: int, drafter: str = "EAGLE3") -> bool:
         """Count `num_trees` trees with `num_accepted` accepted tokens each. Returns whether the alarm is on."""
         for _ in range(num_trees):
-            self.stats.accepted(num_draft_tokens=7, num_accepted=num_accepted)
-            self.alarm.check()
-        return bool(self.stats.values[COLLAPSED])
+            self.alarm.count_tree(drafter, num_accepted)
+        return bool(self.stats.labelled[COLLAPSED].get(drafter))
 
 
 @pytest.mark.parametrize(
@@ -59,12 +58,12 @@ def test_the_alarm_starts_and_ends_after_enough_trees(caplog: pytest.LogCaptureF
     assert ["hardly ever accepted" in message for message in caplog.messages] == [True, False]
 
 
-def test_plain_decoding_does_not_raise_the_alarm() -> None:
+def test_each_drafter_has_its_own_alarm() -> None:
     harness = AlarmHarness()
-    for _ in range(3 * NUM_TREES):
-        harness.stats.accepted(num_draft_tokens=0, num_accepted=0)
-        harness.alarm.check()
-    assert harness.stats.values[COLLAPSED] == 0
+    for _ in range(NUM_TREES):
+        harness.verify(1, 0, "bad")
+        harness.verify(1, 1, "good")
+    assert harness.stats.labelled[COLLAPSED] == {"bad": 1, "good": 0}
 
 
 def test_reset_starts_a_new_window() -> None:
@@ -75,16 +74,19 @@ def test_reset_starts_a_new_window() -> None:
     assert harness.verify(1, 0)
 
 
+def greedy(num_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+
+
 def test_a_new_drafter_resets_the_alarm(toy: Path) -> None:
-    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     prompts = [[5, 6, seed] for seed in range(10)]
     with make_llm(toy) as llm:
-        done = llm.generate(prompts, params)
+        done = llm.generate(prompts, greedy(40))
+    assert not any(llm.engine.stats.labelled[COLLAPSED].values()), "plain decoding is no collapse"
     texts = [[*generation.prompt_token_ids, *generation.choices[0].token_ids] for generation in done]
     with make_llm(toy, ScriptedDrafter(draw_wrong, texts)) as llm:
-        llm.generate(prompts, params)
-        llm.engine.update_gauges()
-        assert llm.engine.stats.values[COLLAPSED] == 1
+        llm.generate(prompts, greedy(40))
+        assert list(llm.engine.stats.labelled[COLLAPSED].values()) == [1]
         llm.engine.draft_with(SpeculativeConfig(algorithm="NGRAM"), max_draft_tokens=3)
-        assert llm.engine.stats.values[COLLAPSED] == 0
+        assert not any(llm.engine.stats.labelled[COLLAPSED].values())
         assert llm.engine.capacity.max_draft_tokens == llm.engine.scheduler.max_draft_tokens == 3

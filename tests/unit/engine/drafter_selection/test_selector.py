@@ -2,13 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import repeat
 from typing import Any
 
 import pytest
 
 from specray.config import EngineConfig
+from specray.engine import recorder
 from specray.engine.drafter_selection.bandit import DrafterBandit
-from specray.engine.drafter_selection.selector import DrafterSelector
+from specray.engine.drafter_selection.paired_gain import MIN_REQUESTS
+from specray.engine.drafter_selection.selector import LOWER_BOUND, DrafterSelector
 from specray.engine.drafter_selection.text_kind import TextKind
 from specray.engine.engine import Engine
 from specray.engine.request import EngineRequest
@@ -25,12 +28,17 @@ class TimedExecutor(FakeExecutor):
     """Reports drafting times, and records the drafters and shadows of new requests."""
 
     seconds: dict[str, float]
+    shadow: DrafterUse | None = None
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.chosen: list[tuple[str, str]] = []
         self.limits: dict[str, int] = {}
         self._names: dict[int, str] = {}
+
+    def accept(self, num_drafts: int, num_accepted: int) -> None:
+        """From now on, of each tree."""
+        self._accepts = repeat((num_drafts, num_accepted))
 
     def submit(self, plan: StepPlan) -> None:
         for new in plan.new_requests:
@@ -45,7 +53,7 @@ class TimedExecutor(FakeExecutor):
         result = super().collect()
         drafting = {self._names[row.slot] for row in result.rows}
         uses = [DrafterUse(name, seconds) for name, seconds in self.seconds.items() if name in drafting]
-        return result._replace(drafters=uses)
+        return result._replace(drafters=uses + ([] if self.shadow is None else [self.shadow]))
 
 
 def make_engine(seconds: dict[str, float] | None = None, **speculative: Any) -> tuple[Engine, TimedExecutor]:
@@ -99,6 +107,22 @@ def test_the_share_of_requests_has_a_shadow() -> None:
     assert executor.chosen[-1] == ("slow", ""), "nothing is its own shadow"
 
 
+def test_the_gain_of_a_shadow_begins_anew_with_what_is_compared() -> None:
+    engine, executor = make_engine(default_drafter="fast", shadow={"drafter": "slow", "share": 1.0})
+    labelled = engine.stats.labelled
+    for num_requests, bound in ((MIN_REQUESTS - 1, 0.0), (1, 0.5)):
+        trees, gain, squares = 10 * num_requests, 5 * num_requests, 25 * num_requests
+        executor.shadow = DrafterUse("slow", 0.0, 0.0, trees, trees, gain, num_requests, trees, gain, squares)
+        engine.add_request(request(num_requests, [2, 3], 1))
+        engine.step()
+        executor.shadow = None
+        run_to_end(engine)
+        assert labelled[LOWER_BOUND] == {"fast": 0.0, "slow": bound}
+    group = engine.config.speculative.model_dump(exclude_defaults=True) | {"default_drafter": "slow", "shadow": {}}
+    engine.draft_with(type(engine.config.speculative).model_validate(group), 5)
+    assert labelled[LOWER_BOUND] == {"fast": 0.0, "slow": 0.0}
+
+
 def test_a_request_with_a_prediction_has_no_shadow() -> None:
     """Its verified trees are the client's, and its text is easy to predict."""
     engine, executor = make_engine(default_drafter="fast", shadow={"drafter": "slow", "share": 1.0})
@@ -117,6 +141,20 @@ def test_an_engine_with_one_drafter_selects_nothing(monkeypatch: pytest.MonkeyPa
     config = EngineConfig.model_validate({"page_size": 4, "speculative": {"algorithm": "NGRAM"}})
     engine = Engine(config, FakeExecutor(config, 200, 5, [(5, 2)], 64), TOKENIZER)
     assert run(engine, [request(1, [2, 3], 9)]) == [""]
+
+
+def test_a_collapse_is_that_of_the_drafter_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trees of other drafters, and those of clients' predictions, do not count."""
+    monkeypatch.setattr(recorder, "NUM_TREES", 4)
+    engine, executor = make_engine(default_drafter="fast")
+    predicted = [replace(request(seed, [2, 3], 20), predicted_token_ids=[4, 5]) for seed in range(3)]
+    executor.accept(5, 0)
+    run(engine, predicted)
+    assert not any(engine.stats.labelled[recorder.COLLAPSED].values())
+    run(engine, [replace(request(3, [2, 3], 20), drafter="slow")])
+    executor.accept(5, 2)
+    run(engine, [request(4, [2, 3], 40)])
+    assert engine.stats.labelled[recorder.COLLAPSED] == {"slow": 1, "fast": 0}
 
 
 def test_a_running_request_keeps_its_drafter_when_the_drafters_change() -> None:

@@ -15,7 +15,7 @@ from specray.engine.drafter_selection.paired_gain import PairedGain
 from specray.engine.drafter_selection.selector import PAIRED
 from specray.server.errors import ApiError
 from specray.server.routes.drafter_actions import changed_group, parse_action
-from specray.server.routing.promotion import decide
+from specray.server.routing.promotion import decide, swapped
 from tests.support.scripted_server import Serve, Server
 
 OLD, NEW = ({"name": name, "algorithm": "NGRAM", "num_draft_tokens": n} for name, n in (("old", 6), ("new", 4)))
@@ -26,8 +26,12 @@ SHADOWED = SpeculativeConfig.model_validate(
 BETTER, WORSE = PairedGain(60, 600, 120.0, 400.0), PairedGain(60, 600, -120.0, 400.0)
 
 
-def report(gain: PairedGain, collapsed: bool = False) -> dict[str, Any]:
-    return {"acceptance_collapsed": collapsed, "drafters": {"new": {"shadow_gain": gain._asdict()}, "old": {}}}
+def report(gain: PairedGain, collapsed: str = "") -> dict[str, Any]:
+    """An engine's: `collapsed` names the drafter whose drafts are hardly ever accepted."""
+    drafters = {
+        name: {"shadow_gain": gain._asdict(), "acceptance_collapsed": name == collapsed} for name in ("old", "new")
+    }
+    return {"acceptance_collapsed": bool(collapsed), "drafters": drafters}
 
 
 def in_use(config: SpeculativeConfig) -> tuple[str | None, str | None, bool]:
@@ -43,7 +47,7 @@ def in_use(config: SpeculativeConfig) -> tuple[str | None, str | None, bool]:
         ([], (None, "new", True)),
         ([report(BETTER), report(WORSE), report(WORSE)], (None, "new", True)),
         ([report(PairedGain(30, 300, 60.0, 200.0))] * 2, ("new", "old", True)),  # each has too few alone
-        ([report(WORSE), report(WORSE, collapsed=True)], (None, "new", True)),  # nothing was promoted
+        ([report(WORSE), report(WORSE, collapsed="old")], (None, "new", True)),  # nothing was promoted
         ([{"acceptance_collapsed": False}], (None, "new", True)),  # an engine that has another drafter
     ],
 )
@@ -53,6 +57,14 @@ def test_the_sums_of_all_engines_decide(reports: list[dict[str, Any]], expected:
     assert bool(reason) == (after != SHADOWED)
     assert after.members.keys() == SHADOWED.members.keys()
     assert after.shadow.share == 0.5
+
+
+@pytest.mark.parametrize("collapsed", ["", "old", "new"])
+def test_only_its_own_collapse_takes_a_promoted_drafter_back(collapsed: str) -> None:
+    promoted = swapped(SHADOWED, promotes=True)
+    after, reason = decide(promoted, {"0": report(PairedGain()), "1": report(PairedGain(), collapsed)})
+    assert in_use(after) == (("old", "new", False) if collapsed == "new" else ("new", "old", True))
+    assert bool(reason) == (collapsed == "new")
 
 
 @pytest.fixture
@@ -88,7 +100,8 @@ def test_engines_get_the_better_drafter_and_the_former_one_back(serve: Serve, op
             await server.until(lambda: [in_use(drafter.state.speculative) for drafter in drafters] == of_all, 30.0)
             for replica in server.replicas:
                 assert not any(replica.router._engine._engine.stats.labelled[PAIRED[0]].values()), "counted anew"
-            server.replicas[1].router._engine._engine.stats.set("specray_acceptance_collapsed", 1)
+            stats = server.replicas[1].router._engine._engine.stats
+            stats.add_labelled("specray_acceptance_collapsed", "new")
             await server.until(lambda: in_use(rollout.speculative) == ("old", "new", False), 30.0)
             note(server, "new", BETTER)
             await asyncio.sleep(0.3)
