@@ -4,9 +4,7 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,12 +26,11 @@ from specray.worker.warm_up import warm_up
 from specray.worker.worker import Worker
 from tests.support.colocated import colocated_worker
 from tests.support.engine import generate, make_llm
-from tests.support.graph_stand_in import RecordedGraphs, recorded_graphs
-from tests.support.host_reads import HostReads
+from tests.support.graph_stand_in import recorded_graphs
+from tests.support.host_events import host_events, launches_in
 from tests.support.methods import METHODS
 
 EPOCH = 7
-LAUNCH, OUTCOME = "launch", "outcome"
 NAMES = ["EAGLE3", "MTP-stack", "STANDALONE-tree"]
 SOME = slice(0, 4)  # of the prompts
 
@@ -81,16 +78,17 @@ def test_as_many_drafts_are_accepted(toy: Path, tmp_path: Path, begun: Counter[t
 
 
 def test_the_host_reads_nothing_between_an_outcome_and_the_next_launch(
-    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: Counter[tuple[bool, bool]]
+    toy: Path, tmp_path: Path, begun: Counter[tuple[bool, bool]]
 ) -> None:
     """Nor does that launch wait for an outcome: the one of step k is read behind the launch of step k + 1."""
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     with make_llm(toy, max_running_requests=1, speculative=METHODS["EAGLE3"](toy, tmp_path)) as llm:
         begun.clear()
-        with host_events(monkeypatch) as events:
+        with host_events() as events:
             llm.generate([[5, 6, 7]], params)
     assert begun[True, True] > 5, begun
-    assert launches_without_reads(events) >= begun[True, True] - 1, events
+    launches = launches_in(events)
+    assert launches.early_without_reads == launches.early >= begun[True, True] - 1, events
 
 
 @pytest.mark.parametrize("name", ["EAGLE3", "EAGLE-chain"])
@@ -109,43 +107,6 @@ def test_predicted_output_saves_as_many_steps(name: str, toy: Path, tmp_path: Pa
         assert choice.usage is not None
         num_steps.append(choice.usage.num_verify_steps)
     assert num_steps[0] == num_steps[1] < 30
-
-
-@contextmanager
-def host_events(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The launches of forward passes in graphs, the outcomes that the host reads, and what else it reads, in order."""
-    reads = HostReads()
-    replay, output = RecordedGraphs.replay, CopiedOutcome.output
-
-    def replayed(recorded: RecordedGraphs, key: Any) -> None:
-        if key[0] == "forward":
-            reads.places.append(LAUNCH)
-        replay(recorded, key)
-
-    def was_read(outcome: CopiedOutcome) -> Any:
-        found = output(outcome)
-        reads.places.append(OUTCOME)
-        return found
-
-    monkeypatch.setattr(RecordedGraphs, "replay", replayed)
-    monkeypatch.setattr(CopiedOutcome, "output", was_read)
-    with reads:
-        yield reads.places
-
-
-def launches_without_reads(events: list[str]) -> int:
-    """Launches before which the host read nothing, from the outcome before them on."""
-    count = 0
-    since: list[str] | None = None  # events since the last outcome
-    for event in events:
-        if event == OUTCOME:
-            since = []
-        elif event == LAUNCH:
-            count += since == []
-            since = None
-        elif since is not None:
-            since.append(event)
-    return count
 
 
 class RouterSide:
@@ -213,7 +174,7 @@ def ready(connection: socket.socket) -> bool:
 
 
 def test_the_host_reads_nothing_between_an_outcome_and_the_next_launch_with_a_drafter_in_another_process(
-    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: Counter[tuple[bool, bool]]
+    toy: Path, tmp_path: Path, begun: Counter[tuple[bool, bool]]
 ) -> None:
     """It drafts after the outcome, whose tokens it is sent. Its trees are known to the host."""
     config = EngineConfig(
@@ -234,9 +195,9 @@ def test_the_host_reads_nothing_between_an_outcome_and_the_next_launch_with_a_dr
         engine = Engine(config, executor, load_tokenizer(toy).backend_tokenizer)
         engine.add_request(EngineRequest("r", [5, 6, 7], params))
         tokens: list[int] = []
-        with host_events(monkeypatch) as events:
+        with host_events() as events:
             while engine.has_work:
                 tokens += [token for output in engine.step() for token in output.token_ids]
     assert tokens == plain.token_ids
     assert begun[False, True] > 5, begun
-    assert launches_without_reads(events) >= begun[False, True] - 1, events
+    assert launches_in(events).without_reads >= begun[False, True] - 1, events

@@ -18,7 +18,7 @@ from tests.support.published_mtp import write_published
 from tests.support.quantised import METHODS as METHODS_OF_CHECKPOINTS
 from tests.support.quantised import quantise_model
 from tests.support.toy import write_toy
-from tests.support.two_ranks import run_ranks
+from tests.support.two_ranks import run_methods, run_ranks
 
 PROMPTS = [[0, 9, 8, 7, 6, 5, 9, 8], [5], [0, *range(10, 50)], [0, 20, 21, 22, 20, 21], [0, 11, 12], [7, 8, 9]]
 PARAMS = [
@@ -47,14 +47,19 @@ def test_two_ranks_with_drafts_equal_one(name: str, toy: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize("name", ["EAGLE3", "DFLASH-jetspec", "NGRAM", None])
 def test_two_ranks_in_graphs_equal_one(name: str | None, toy: Path, tmp_path: Path) -> None:
-    """The collectives are in the graphs, and both ranks choose the same ones. Steps without drafts begin early."""
+    """The collectives are in the graphs, and both ranks choose the same ones. Neither reads anything between an outcome
+    and the launch of a step that begins early.
+    """
     order = [0, 1, 5, 2, 3, 4]  # greedy and sampled requests with and without filters first; the third one ends last
     prompts, params = ([part[place] for place in order] for part in (PROMPTS, PARAMS))
     params[2] = params[2] | {"max_tokens": 100, "ignore_eos": True}
     alone = generate(toy, prompts, [make_sampling_params(**each) for each in params])
     speculative = SpeculativeConfig() if name is None else METHODS[name](toy, tmp_path)
-    together = run_ranks(toy, 2, speculative, prompts, params, in_graphs=True, max_running_requests=3)
-    assert [choice["token_ids"] for choice in together] == [choice.token_ids for choice in alone]
+    [run] = run_methods(toy, 2, [speculative], prompts, params, in_graphs=True, max_running_requests=3)
+    assert [choice["token_ids"] for choice in run.choices] == [choice.token_ids for choice in alone]
+    for launches in run.launches:  # of both ranks
+        assert launches.early_without_reads == launches.early
+        assert launches.early > 5 or name in ("NGRAM", "DFLASH-jetspec")  # whose drafts are rank 0's alone
 
 
 @pytest.mark.skipif(kernels() is None, reason="torch's operations promise this in float32 only")

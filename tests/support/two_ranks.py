@@ -1,6 +1,7 @@
 """Tensor parallelism without Ray: a process for each rank, forked from one that has imported the worker once."""
 
 import contextlib
+import json
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -20,13 +21,14 @@ from specray.sampling_params import make_sampling_params
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import TreeRows
 from specray.spec_decode.inline_drafts import InlineDrafts
-from specray.step import DraftLimit, StepPlan, StepResult
+from specray.step import DraftLimit, StepResult
 from specray.worker import startup
 from specray.worker.startup import start_worker
 from specray.worker.step_loop import StepLoop
 from specray.worker.warm_up import warm_up
 from tests.support.forked import IMPORTED
 from tests.support.graph_stand_in import RecordedGraphs, recorded_graphs
+from tests.support.host_events import Launches, host_events, launches_in
 
 TIMEOUT_S = 120.0
 PROCESSES = get_context("forkserver")
@@ -50,6 +52,7 @@ class RankRun(NamedTuple):
 
     choices: list[dict[str, Any]]
     accept_length: float  # mean of accepted + 1
+    launches: list[Launches]  # of each rank, on the stand-in for graphs
 
 
 def run_ranks(
@@ -87,7 +90,13 @@ def run_methods(
             process.start()
         with ProcessPoolExecutor(1, mp_context=PROCESSES) as first:
             try:
-                return first.submit(lead, runs, prompts, params, in_graphs).result(TIMEOUT_S * len(runs))
+                found = first.submit(lead, runs, prompts, params, in_graphs).result(TIMEOUT_S * len(runs))
+                for process in others:  # rank 0 has closed the group
+                    process.join(TIMEOUT_S)
+                for run, (_, address) in zip(found, runs, strict=True):
+                    seen = (json.loads(_seen_by(address, rank).read_text()) for rank in range(1, size))
+                    run.launches.extend(Launches(*each) for each in seen)
+                return found
             finally:
                 for process in others:  # without them rank 0 ends too
                     process.kill()
@@ -119,19 +128,23 @@ def _lead(
     warm_up(worker, config)
     worker.capacity = worker.capacity._replace(max_plans=1 if config.disable_overlap_schedule else 2)
     num_captures = [each.num_captures for each in graphs]
-    num_early, begin = 0, worker.begin
-
-    def counted(plan: StepPlan) -> None:
-        nonlocal num_early
-        num_early += worker.num_started
-        begin(plan)
-
-    worker.begin = counted  # type: ignore[method-assign]
     rank = RankZero(worker)
     engine = Engine(config, rank, load_tokenizer(Path(config.model)).backend_tokenizer)
     for index, (prompt, options) in enumerate(zip(prompts, params, strict=True)):
         engine.add_request(EngineRequest(str(index), prompt, make_sampling_params(**options)))
     choices: list[dict[str, Any]] = [{"token_ids": [], "text": ""} for _ in prompts]
+    with host_events() if graphs else nullcontext([]) as events:
+        _generate(engine, choices)
+    launches = launches_in(events)
+    if graphs and config.speculative.algorithm not in ("NGRAM", "DFLASH"):  # whose drafts are rank 0's alone
+        assert launches.early, "no step began early"
+    assert num_captures == [each.num_captures for each in graphs], "a request waited for a capture"
+    worker.close()
+    return RankRun(choices, rank.num_emitted / max(1, rank.num_verified), [launches])
+
+
+def _generate(engine: Engine, choices: list[dict[str, Any]]) -> None:
+    """Add all outputs to `choices`."""
     while engine.has_work:
         for output in engine.step():
             choice = choices[int(output.request_id)]
@@ -142,11 +155,6 @@ def _lead(
             if output.prompt_logprobs is not None:
                 choice["prompt_logprobs"] = output.prompt_logprobs
             assert output.finish_reason is not FinishReason.ERROR, output.error
-    if graphs and config.speculative.algorithm not in ("NGRAM", "DFLASH"):  # whose drafts are rank 0's alone
-        assert num_early, "no step began early"
-    assert num_captures == [each.num_captures for each in graphs], "a request waited for a capture"
-    worker.close()
-    return RankRun(choices, rank.num_emitted / max(1, rank.num_verified))
 
 
 def follow(runs: Sequence[tuple[EngineConfig, str]], rank: int, in_graphs: bool, is_unlike: bool) -> None:
@@ -159,9 +167,15 @@ def follow(runs: Sequence[tuple[EngineConfig, str]], rank: int, in_graphs: bool,
         for config, address in runs:
             worker = start_worker(config, rank, config.tp_size, address)
             warm_up(worker, config)
-            with contextlib.suppress(RuntimeError):  # rank 0 has closed the group
-                worker.run_loop()
+            with host_events() if in_graphs else nullcontext([]) as events, contextlib.suppress(RuntimeError):
+                worker.run_loop()  # until rank 0 closes the group
             worker.close()
+            _seen_by(address, rank).write_text(json.dumps(launches_in(events)))
+
+
+def _seen_by(address: str, rank: int) -> Path:
+    """Where another rank writes its `Launches`."""
+    return Path(f"{address.removeprefix('file://')}-{rank}")
 
 
 def _no_trees(_: InlineDrafts, rows: TreeRows, limits: Sequence[DraftLimit]) -> tuple[DraftTree, list[int]]:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.engine.engine import Engine
@@ -15,6 +16,9 @@ from specray.sampling_params import SamplingParams
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.eagle import EagleDrafter
 from specray.spec_decode.propose_context import ProposeContext
+from specray.step import BucketSeconds
+from specray.worker.buckets import Bucket
+from specray.worker.graph_backend import GraphBackend
 from specray.worker.remote_drafter import source
 from specray.worker.remote_drafter.source import RemoteDrafts
 from specray.worker.startup import start_worker
@@ -100,6 +104,36 @@ def test_a_drafter_that_compiles_for_long_is_not_frozen(
         assert worker.drafts._peer is not None
     faults = engine.stats.labelled["specray_draft_faults_total"]
     assert (faults["frozen"], faults["gone"]) == (0, 0)
+
+
+@pytest.mark.parametrize("placement", ["inline", "colocated"])
+def test_buckets_are_timed_before_the_first_request(
+    placement: str,
+    toy: Path,
+    tmp_path: Path,
+    graphs: list[RecordedGraphs],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The budget gets these times, and the request table stays as it was."""
+    config = config_of(toy, METHODS["EAGLE3"](toy, tmp_path))
+    waits: list[object] = []
+
+    def measure(backend: GraphBackend) -> list[BucketSeconds]:
+        before = backend._table._buffer.clone()
+        found = backend._graphs.measure(lambda: waits.append(None))
+        assert torch.equal(backend._table._buffer, before)
+        return found
+
+    monkeypatch.setattr(GraphBackend, "measure", measure)
+    with ready_worker(config, tmp_path, placement) as worker:
+        timed = worker.bucket_seconds
+        engine = run_requests(worker, config)
+    assert {key[1] for key in graphs[0].captured if key[0] == "forward"} == {Bucket(*each[:2]) for each in timed}  # type: ignore[index]
+    assert all(each.target > 0 for each in timed)
+    assert all((each.draft > 0) == (placement == "inline" and each.num_nodes > 1) for each in timed)
+    assert engine._bucket_seconds == timed
+    kinds = sum(1 + (each.draft > 0) for each in timed)
+    assert len(waits) == 4 * kinds, "the device ends before each of two times, and after it"
 
 
 @pytest.mark.parametrize("name", ["EAGLE3", "NGRAM", "SEVERAL", None])
