@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgpack
-import numpy as np
 import torch
 
 from specray.layers.parallel import RankGroup
@@ -38,30 +37,28 @@ def broadcast_sizes(group: RankGroup, sizes: DraftSizes) -> DraftSizes:
 
 
 def broadcast_tree(
-    group: RankGroup, tree: DraftTree, num_nodes: list[int], sizes: DraftSizes
+    group: RankGroup, tree: DraftTree, num_nodes: Sequence[int], sizes: DraftSizes
 ) -> tuple[DraftTree, list[int], DraftSizes]:
-    """Rank 0's trees, numbers of nodes and sizes on every rank; the others pass any."""
-    array, numbers = None, [0, 0, 0]
+    """Rank 0's trees, numbers of nodes and sizes on every rank; the others pass any. The host does not read the trees.
+
+    `num_nodes` are those of `tree`, on the host.
+    """
+    known = num_nodes, tree.tokens.shape[1], tree.max_depth, tree.are_chains, sizes
+    data = group.broadcast_bytes(msgpack.packb(known) if group.leads else None)
+    counts, width, depth, are_chains, (most, layers) = msgpack.unpackb(data)
     if group.leads:
-        array = torch.cat((tree.num_nodes[:, None], tree.tokens, tree.parents), 1).cpu().numpy()
-        numbers = [tree.max_depth, int(tree.are_chains), sizes.max_draft_tokens, *sizes.aux_hidden_state_layers]
-    array, (depth, are_chains, most, *layers) = _broadcast(group, array, numbers)
+        packed = torch.cat((tree.num_nodes[:, None], tree.tokens, tree.parents), 1)
+    else:
+        packed = tree.tokens.new_empty(len(counts), 1 + 2 * width)
+    of_trees, tokens, parents = group.broadcast(packed).tensor_split((1, 1 + width), 1)
     if group.leads:
-        return tree, num_nodes, sizes
-    packed = torch.from_numpy(array).to(tree.tokens.device)
-    tokens, parents = packed[:, 1:].chunk(2, 1)
-    trees = DraftTree(tokens, parents, packed[:, 0], depth, None, bool(are_chains))
-    return trees, array[:, 0].tolist(), DraftSizes(most, tuple(layers))
+        return tree, counts, sizes
+    trees = DraftTree(tokens, parents, of_trees[:, 0], depth, None, are_chains)
+    return trees, counts, DraftSizes(most, tuple(layers))
 
 
 def broadcast_output(group: RankGroup, output: StepOutput | None, device: torch.device) -> StepOutput:
     """Rank 0's outcome on every rank, without logprobs; the others pass None."""
-    array, _ = _broadcast(group, None if output is None else np.array(output.host, dtype=np.int64))
-    return output or StepOutput(torch.from_numpy(array).to(device), array.tolist(), {})
-
-
-def _broadcast(group: RankGroup, array: np.ndarray | None, numbers: Sequence[int] = ()) -> tuple[np.ndarray, list[int]]:
-    """Rank 0's int64 [n, m] and numbers on every rank."""
-    packed = None if array is None else msgpack.packb((array.shape[1], numbers, array.tobytes()))
-    width, found, data = msgpack.unpackb(group.broadcast_bytes(packed))
-    return np.frombuffer(bytearray(data), dtype=np.int64).reshape(-1, width), found
+    packed = None if output is None else msgpack.packb(output.host)
+    host = msgpack.unpackb(group.broadcast_bytes(packed))
+    return output or StepOutput(torch.tensor(host, dtype=torch.int64).to(device), host, {})

@@ -31,6 +31,14 @@ def test_a_split_drafter_in_its_own_processes_changes_no_text(name: str, toy: Pa
     assert seen.faults == []
 
 
+def test_a_rank_reads_nothing_between_an_outcome_and_the_next_launch(toy: Path, tmp_path: Path) -> None:
+    """On the stand-in for graphs. The trees come through a socket, so the host knows them."""
+    seen = run_draft_ranks(toy, METHODS["EAGLE3"](toy, tmp_path), PROMPTS, PARAMS, in_graphs=True)
+    assert seen.token_ids == plain(toy)
+    assert seen.drafts_after > 10
+    assert seen.launches.without_reads > 10
+
+
 @pytest.mark.parametrize(("fault", "last"), [(kill, DraftFault.GONE), (stop, DraftFault.FROZEN)])
 def test_a_rank_of_the_drafter_that_fails_costs_drafts_until_all_are_replaced(
     fault: Callable[[BaseProcess], None], last: DraftFault, toy: Path, tmp_path: Path

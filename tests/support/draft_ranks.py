@@ -5,6 +5,7 @@ import signal
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -25,6 +26,9 @@ from specray.worker.remote_drafter.handshake import DraftEndpoint
 from specray.worker.remote_drafter.server import make_draft_server, remote_target_view
 from specray.worker.remote_drafter.source import RemoteDrafts
 from specray.worker.startup import start_worker
+from specray.worker.warm_up import warm_up
+from tests.support.graph_stand_in import recorded_graphs
+from tests.support.host_events import Launches, host_events, launches_in
 from tests.support.two_ranks import PROCESSES, TIMEOUT_S, RankZero
 
 SIZE = 2
@@ -38,6 +42,7 @@ class Seen(NamedTuple):
     drafts_before: int  # of the first drafter
     drafts_after: int  # of the one after it, if there is one
     faults: list[str]
+    launches: Launches  # of rank 0, on the stand-in for graphs
 
 
 class Counting(RankZero):
@@ -81,15 +86,17 @@ def run_draft_ranks(
     params: list[dict[str, Any]],
     fault: Callable[[BaseProcess], None] | None = None,
     lies: bool = False,
+    in_graphs: bool = False,
 ) -> Seen:
     """Generate. `fault` happens to the second rank of the drafter, and another drafter takes over.
 
-    `lies`: that rank computes something else.
+    `lies`: that rank computes something else. `in_graphs`: on the stand-in for CUDA graphs.
     """
     options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "num_threads": 1, "max_total_tokens": 2048}
+    options |= {"max_running_requests": 2}
     config = EngineConfig(model=str(folder), tp_size=SIZE, speculative=speculative, **options)
     with tempfile.TemporaryDirectory() as meeting:
-        arguments = (config, meeting, DraftEndpoint(f"{meeting}/drafts", 7))
+        arguments = (config, meeting, DraftEndpoint(f"{meeting}/drafts", 7), in_graphs)
         other = PROCESSES.Process(target=_follow, args=arguments)
         other.start()
         with ProcessPoolExecutor(1, mp_context=PROCESSES) as first:
@@ -100,15 +107,19 @@ def run_draft_ranks(
                 other.join()
 
 
-def _follow(config: EngineConfig, meeting: str, endpoint: DraftEndpoint) -> None:
+def _follow(config: EngineConfig, meeting: str, endpoint: DraftEndpoint, in_graphs: bool) -> None:
     torch.set_num_threads(1)
-    start_worker(config, 1, SIZE, f"file://{meeting}/ranks", colocate=endpoint).run_loop()
+    with recorded_graphs() if in_graphs else nullcontext():
+        worker = start_worker(config, 1, SIZE, f"file://{meeting}/ranks", colocate=endpoint)
+        warm_up(worker, config)
+        worker.run_loop()
 
 
 def _lead(
     config: EngineConfig,
     meeting: str,
     endpoint: DraftEndpoint,
+    in_graphs: bool,
     prompts: list[list[int]],
     params: list[dict[str, Any]],
     fault: Callable[[BaseProcess], None] | None,
@@ -116,30 +127,46 @@ def _lead(
 ) -> Seen:
     torch.set_num_threads(1)
     source.FIRST_WAIT_S = source.LEAST_WAIT_S = source.FROZEN_S = 3.0 if fault is stop else TIMEOUT_S
+    with recorded_graphs() if in_graphs else nullcontext():
+        return _generate(config, meeting, endpoint, in_graphs, prompts, params, fault, lies)
+
+
+def _generate(
+    config: EngineConfig,
+    meeting: str,
+    endpoint: DraftEndpoint,
+    in_graphs: bool,
+    prompts: list[list[int]],
+    params: list[dict[str, Any]],
+    fault: Callable[[BaseProcess], None] | None,
+    lies: bool,
+) -> Seen:
     worker = start_worker(config, 0, SIZE, f"file://{meeting}/ranks", colocate=endpoint)
     rank, num_slots = Counting(worker), worker.capacity.num_blocks * config.page_size
     processes = _start_drafter(config, f"{meeting}/drafters", endpoint, num_slots, lies)
     try:
         rank.await_drafter()
+        warm_up(worker, config)
         engine = Engine(config, rank, load_tokenizer(Path(config.model)).backend_tokenizer)
         for index, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
             engine.add_request(EngineRequest(str(index), prompt, make_sampling_params(**each)))
         token_ids: list[list[int]] = [[] for _ in prompts]
         step, before = 0, 0
-        while engine.has_work:
-            step += 1
-            if fault is not None and step == STEPS_BEFORE:
-                before = rank.num_drafts
-                fault(processes[1])
-            if fault is not None and step == STEPS_BEFORE + STEPS_WITHOUT:
-                _end(processes)
-                processes = _start_drafter(config, f"{meeting}/others", endpoint, num_slots)
-                rank.await_drafter()
-                before = rank.num_drafts
-            for output in engine.step():
-                assert output.error is None
-                token_ids[int(output.request_id)] += output.token_ids
-        return Seen(token_ids, before, rank.num_drafts - before, rank.faults)
+        with host_events() if in_graphs else nullcontext([]) as events:
+            while engine.has_work:
+                step += 1
+                if fault is not None and step == STEPS_BEFORE:
+                    before = rank.num_drafts
+                    fault(processes[1])
+                if fault is not None and step == STEPS_BEFORE + STEPS_WITHOUT:
+                    _end(processes)
+                    processes = _start_drafter(config, f"{meeting}/others", endpoint, num_slots)
+                    rank.await_drafter()
+                    before = rank.num_drafts
+                for output in engine.step():
+                    assert output.error is None
+                    token_ids[int(output.request_id)] += output.token_ids
+        return Seen(token_ids, before, rank.num_drafts - before, rank.faults, launches_in(events))
     finally:
         _end(processes)
 
