@@ -21,8 +21,8 @@ from specray.engine.executor import Executor
 from specray.engine.recorder import StatsRecorder
 from specray.engine.request import Emitted, EngineRequest, Request
 from specray.engine.scheduler import Scheduler
-from specray.engine.speedup import MeasuredSpeedup
 from specray.engine.stats import EngineStats
+from specray.engine.step_times import MeasuredSpeedup
 from specray.outputs import FinishReason, RequestOutput
 from specray.step import BucketSeconds, StepPlan
 

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from specray.engine.step_times import size_class
+
 MEMORY = 64  # steps that an average remembers
 HALF_LIFE = 512  # measurements of others after which an average counts half
 PACE_MEMORY = 8  # the same for the pace; short beside MEMORY, so that a slower machine changes the pace and no table
@@ -35,11 +37,6 @@ class StepShape(NamedTuple):
     @property
     def num_tokens(self) -> int:
         return self.num_requests + self.num_drafts
-
-
-def size_class(num_requests: int) -> int:
-    """The class of a batch's size: 1, 2, 3 to 4, 5 to 8, … requests."""
-    return (num_requests - 1).bit_length()
 
 
 class StepCosts:

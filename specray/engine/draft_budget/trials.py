@@ -6,7 +6,7 @@ time, for a few steps each.
 
 from enum import Enum
 
-from specray.engine.draft_budget.costs import size_class
+from specray.engine.step_times import size_class
 
 # At first the steps between two trials double from trial to trial. A trial without drafts costs less than one with.
 FIRST_TRIAL_STEP, STEPS_BETWEEN_TRIALS, STEPS_BETWEEN_TRIALS_OF_DRAFTS = 24, 192, 384

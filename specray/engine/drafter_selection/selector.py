@@ -6,20 +6,18 @@ from random import Random
 from typing import NamedTuple
 
 from specray.config import MAX_TREE_NODES, SpeculativeConfig
-from specray.engine.draft_budget.costs import size_class
 from specray.engine.drafter_selection.bandit import DrafterBandit
 from specray.engine.drafter_selection.paired_gain import PairedGain
 from specray.engine.drafter_selection.text_kind import NUM_TOKENS, text_kind
 from specray.engine.request import DrafterChoice, Emitted, Request
 from specray.engine.stats import EngineStats
+from specray.engine.step_times import UsualTimes
 from specray.metrics import METRICS
 from specray.step import UNLIMITED, DrafterUse, StepResult
 
 PAIRED = tuple(f"specray_shadow_pair_{field}" for field in ("requests", "trees", "gain", "gain_squares"))  # PairedGain
 LOWER_BOUND = "specray_shadow_gain_lower_bound"
 OBSERVED_TOKENS = 32  # a request's tokens are passed to the bandit in portions of this size, and at its end
-MEMORY_STEPS = 512
-CLIP = 3.0  # a step that takes longer than this many times the usual was disturbed, and counts as this
 
 
 class DrafterSelector:
@@ -166,25 +164,6 @@ def _count_drafter_use(stats: EngineStats, use: DrafterUse) -> None:
         gain = PairedGain(*(stats.labelled[metric][use.drafter] for metric in PAIRED))
         if gain.interval is not None:
             stats.labelled[LOWER_BOUND][use.drafter] = gain.interval[0]
-
-
-class UsualTimes:
-    """Seconds that a generated token usually takes, by size of the batch, over all drafters."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[int, float] = {}
-        self._steps: dict[int, int] = {}
-
-    def observe(self, num_requests: int, num_generated: int, seconds: float) -> None:
-        """Count a step that only decoded, and generated `num_generated` tokens in `seconds`."""
-        size, token_seconds = size_class(num_requests), max(seconds, 1e-9) / num_generated
-        steps = self._steps[size] = min(MEMORY_STEPS, self._steps.get(size, 0) + 1)
-        usual = self._seconds.setdefault(size, token_seconds)
-        self._seconds[size] = usual + (min(token_seconds, CLIP * usual) - usual) / steps
-
-    def of(self, num_requests: int) -> float | None:
-        """The usual seconds of a token; None until steps of this size were observed."""
-        return self._seconds.get(size_class(num_requests))
 
 
 class StepRow(NamedTuple):

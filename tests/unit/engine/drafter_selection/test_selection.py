@@ -2,8 +2,9 @@
 
 import pytest
 
-from specray.engine.drafter_selection.selector import StepRow, UsualTimes, step_shares
+from specray.engine.drafter_selection.selector import StepRow, step_shares
 from specray.engine.drafter_selection.text_kind import LONG_PROMPT, TextKind, repeated_share, text_kind
+from specray.engine.step_times import UsualTimes
 
 PROSE = "Tell me about the rivers of Europe, please, and which of them is the longest."
 INDENTED = "for river in rivers:" + "\n    print the name of the river" * 8
