@@ -36,7 +36,7 @@ from specray.models.weights import WeightReader
 from specray.ops.attention import Attend, make_pool
 from specray.ops.backends import make_backend
 from specray.ops.cpu.trees import TreeNetwork
-from specray.spec_decode.draft_rows import DraftKV, DraftRows, Reads, ScheduledRows
+from specray.spec_decode.draft_rows import DraftKV, DraftRows
 from specray.spec_decode.draft_setup import (
     attention_without_graphs,
     draft_dtype,
@@ -47,6 +47,7 @@ from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import TargetFiles, TargetView
 from specray.spec_decode.fr_spec import configured_token_map
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
+from specray.spec_decode.scheduled_rows import Reads, ScheduledRows
 from specray.spec_decode.tree_edits import replace_trees
 from specray.spec_decode.tree_growth import TreeGrower
 from specray.spec_decode.tree_shape import TreeShape, configured_shape

@@ -18,11 +18,12 @@ from specray.models.loading import Loader
 from specray.models.registry import load_config
 from specray.ops.attention import Attend, AttentionBatch
 from specray.ops.backends import make_backend
-from specray.spec_decode.draft_rows import AttendLevel, DraftKV, Reads, ScheduledRows
+from specray.spec_decode.draft_rows import AttendLevel, DraftKV
 from specray.spec_decode.draft_setup import draft_quantization
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import TargetFiles, TargetView
 from specray.spec_decode.propose_context import ProposeContext
+from specray.spec_decode.scheduled_rows import Reads, ScheduledRows
 from specray.spec_decode.tree_growth import TreeGrower
 from specray.spec_decode.tree_shape import TreeShape, configured_shape
 

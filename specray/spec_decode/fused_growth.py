@@ -8,9 +8,10 @@ from specray.ops.cpu.attention import PagedAttention
 from specray.ops.cpu.steps import TableKernels
 from specray.ops.cpu.trees import CommittedTokens, GrownTrees, TreeLimits, TreeNetwork, TreeOptions, TreeRequests
 from specray.ops.sampling_state import GREEDY_BELOW
-from specray.spec_decode.draft_rows import DraftKV, DraftRows, ScheduledRows
+from specray.spec_decode.draft_rows import DraftKV, DraftRows
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
+from specray.spec_decode.scheduled_rows import ScheduledRows
 from specray.spec_decode.tree_noise import TreeNoise, tree_noise
 from specray.spec_decode.tree_shape import TreeShape
 

@@ -11,12 +11,13 @@ from collections.abc import Sequence
 import torch
 
 from specray.models.heads.served import DraftHead
-from specray.spec_decode.draft_rows import DraftKV, DraftRows, Reads, ScheduledRows
+from specray.spec_decode.draft_rows import DraftKV, DraftRows
 from specray.spec_decode.draft_setup import attention_without_graphs
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import TargetView
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 from specray.spec_decode.request_table import RequestTable
+from specray.spec_decode.scheduled_rows import Reads, ScheduledRows
 from specray.spec_decode.written_slots import WrittenSlots
 
 

@@ -21,7 +21,7 @@ from specray.models.files import resolve_draft
 from specray.models.heads.loading import check_head_files
 from specray.models.heads.mtp import MtpHead, MtpStack, check_mtp_files, holds_mtp_layers, load_mtp_layers
 from specray.ops.attention import make_zeros
-from specray.spec_decode.draft_rows import DraftRows, Reads, ScheduledRows
+from specray.spec_decode.draft_rows import DraftRows
 from specray.spec_decode.draft_setup import attention_without_graphs, head_kv, target_matrices
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import Drafter, TargetFiles, TargetView
@@ -29,6 +29,7 @@ from specray.spec_decode.eagle import EagleDrafter, make_eagle2
 from specray.spec_decode.fr_spec import configured_token_map
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 from specray.spec_decode.request_table import RequestTable
+from specray.spec_decode.scheduled_rows import Reads, ScheduledRows
 from specray.spec_decode.tree_growth import TreeGrower
 from specray.spec_decode.tree_shape import TreeShape, configured_shape
 from specray.spec_decode.written_slots import WrittenSlots

@@ -8,7 +8,7 @@ from torch import Tensor
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 from specray.spec_decode.request_table import RequestTable
 from specray.step import DraftLimit, StepPlan
-from specray.worker.backend import StepOutcome
+from specray.worker.step_backend import StepOutcome
 
 
 def draft_context(

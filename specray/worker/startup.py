@@ -26,7 +26,7 @@ from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.verifier import is_padded, make_sampler
 from specray.structured_output.compilation import make_tools
 from specray.structured_output.matchers import GrammarTable
-from specray.worker.backend import StepBackend, make_backend
+from specray.worker.backend import make_backend
 from specray.worker.broadcast import DraftSizes, adopt_sizes, broadcast_sizes
 from specray.worker.buckets import buckets
 from specray.worker.decode_graphs import DecodeGraphs
@@ -36,6 +36,7 @@ from specray.worker.loading import LoadedTarget, choose_device, ring_limits
 from specray.worker.model_runner import ModelRunner
 from specray.worker.remote_drafter.handshake import DraftEndpoint, DraftPlacement
 from specray.worker.remote_drafter.source import RemoteDrafts
+from specray.worker.step_backend import StepBackend
 from specray.worker.worker import Worker
 
 MIXED_PREFILL_TOKENS_ON_CPU = 64

@@ -15,11 +15,11 @@ from specray.spec_decode.tree_edits import limited
 from specray.spec_decode.verifier import needs_walk
 from specray.step import DraftLimit, RequestResult, StepPlan, StepResult, StepTimes
 from specray.structured_output.matchers import GrammarTable
-from specray.worker.backend import Pass, StepBackend, StepOutcome, StepWants
 from specray.worker.broadcast import DraftSizes, adopt_sizes, broadcast_tree
 from specray.worker.draft_context import draft_context
 from specray.worker.input_batch import ScheduledBatch, StepBatch
 from specray.worker.prompt_logprobs import compute_prompt_logprobs
+from specray.worker.step_backend import Pass, StepBackend, StepOutcome, StepWants
 from specray.worker.step_output import StepOutput, with_traces
 
 NO_DRAFTS = DraftLimit(0, 0)

@@ -18,8 +18,8 @@ from specray.spec_decode.request_table import RequestTable
 from specray.step import BucketSeconds, RequestResult, StepPlan, StepResult
 from specray.step_wire import pack, unpack_plan
 from specray.structured_output.matchers import GrammarTable
-from specray.worker.backend import StepBackend
 from specray.worker.broadcast import DraftSizes, adopt_sizes, broadcast_sizes
+from specray.worker.step_backend import StepBackend
 from specray.worker.step_runner import StartedStep, StepRunner, deferred_result
 
 # Commands to ranks above 0. The first two come before a plan. They finish a step without a command if none can begin

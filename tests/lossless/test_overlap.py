@@ -16,7 +16,7 @@ from specray.ops.sampling_state import SamplingState
 from specray.outputs import Completion, FinishReason
 from specray.sampling_params import SamplingParams
 from specray.step import DraftLimit, StepPlan
-from specray.worker.backend import Pass
+from specray.worker.step_backend import Pass
 from specray.worker.worker import Worker
 from tests.support.distributions import OPTIONS
 from tests.support.engine import make_llm, visible
