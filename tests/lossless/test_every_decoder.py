@@ -29,10 +29,10 @@ from tests.support.recipes import RECIPES
 
 TOKENS = [0, *(7 * place % 64 for place in range(40))]  # longer than the windows, which are of 16 tokens
 PROMPTS = [[0, 10, 20, 30], [5], [0, *range(4, 40)], [7] * 7]
-GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
-SHORT = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)  # past the windows, also from one token on
+SHORT = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 SAMPLED = [  # and greedy ones
-    SamplingParams(temperature=0.9 * (seed % 2), seed=seed, max_tokens=16, ignore_eos=True)
+    SamplingParams(temperature=0.9 * (seed % 2), seed=seed, max_tokens=12, ignore_eos=True)
     for seed in range(len(PROMPTS))
 ]
 CASES = list(zip(PROMPTS, SAMPLED, strict=True))
@@ -52,7 +52,7 @@ def test_a_decoder_gives_transformers_logits_and_one_text_with_any_drafts(name: 
         texts = texts_of(llm, GREEDY)
         for prompt, text in zip(PROMPTS, texts, strict=True):
             assert logits_of(reference, [*prompt, *text])[len(prompt) - 1 : -1].argmax(-1).tolist() == text
-        assert llm.generate([PROMPTS[2]], SHORT)[0].choices[0].token_ids == texts[2][:8], "with the cached prefix"
+        assert llm.generate([PROMPTS[2]], SHORT)[0].choices[0].token_ids == texts[2][:4], "with the cached prefix"
     with make_llm(tmp_path, model_impl="transformers", dtype=EXACT) as llm:
         assert llm._executor.worker.capacity.has_one_text
         if kernels() is not None:
