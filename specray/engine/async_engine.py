@@ -148,7 +148,7 @@ class AsyncEngine:
         """Wait until there is work, then run the calls made meanwhile, in their order; False when closing."""
         with self._changed:
             while not (self._closing or self._calls or self._engine.has_work):
-                self._changed.wait()
+                self._changed.wait(self._engine.audit_in_s)
             calls, self._calls = self._calls, deque()
         for call in calls:  # without the lock: callers must not wait for them
             call()

@@ -2,10 +2,12 @@
 
 One seed gives one text whatever drafts it. Tests show that for the drafters and machines that they run on; an audit
 shows it for the requests that a server answers. An audit shares no KV with other requests, changes no statistics but
-its own, and makes way for any other request: it continues later, after the tokens that were compared.
+its own, and makes way for any other request: it continues later, after the tokens that were compared. It computes its
+tokens so far again then, so audits do not begin in the short pauses between the requests of a busy server.
 """
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +21,7 @@ from specray.outputs import FinishReason, RequestOutput
 from specray.step import DraftLimit
 
 MAX_PENDING = 16  # finished requests that wait for an audit; further ones are not sampled
+IDLE_S = 0.25  # since a client's last request, before an audit begins
 
 logger = logging.getLogger(__name__)
 
@@ -60,9 +63,14 @@ class Auditor:
     """The requests to be audited, at most one of which is computed at a time. Used in the engine's thread."""
 
     def __init__(
-        self, share: float, stats: EngineStats, random: Random, on_mismatch: Callable[[Request, str, list[int]], object]
+        self,
+        share: float,
+        stats: EngineStats,
+        random: Random,
+        on_mismatch: Callable[[Request, str, list[int]], object],
+        idle_s: float = IDLE_S,
     ) -> None:
-        """Sample `share` of the requests, 0 to 1.
+        """Sample `share` of the requests, 0 to 1, and compute one when no client's request was there for `idle_s`.
 
         `on_mismatch` is called with a request whose text depended on its drafts, its drafter, and the tokens without
         drafts, up to the first that differs.
@@ -71,18 +79,25 @@ class Auditor:
         self._stats = stats
         self._random = random
         self._on_mismatch = on_mismatch
+        self._idle_s = idle_s
+        self._not_before = 0.0
         self._pending: deque[Audit] = deque()
         self._numbers = count()
         self.running: Audit | None = None
 
     @property
-    def has_work(self) -> bool:
-        return self.running is not None or bool(self._pending)
+    def wait_s(self) -> float | None:
+        """Seconds until there is something to compute, if no client's request arrives; None if there is nothing."""
+        if self.running is not None:
+            return 0.0
+        return max(0.0, self._not_before - time.monotonic()) if self._pending else None
 
     def sample(self, request: Request, drafter: str) -> None:
         """Perhaps audit a request that has ended: one with a whole text that drafts may not change."""
         assert request.finish_reason is not None
         spec = request.spec
+        if not spec.is_probe:
+            self._not_before = time.monotonic() + self._idle_s
         is_own = not spec.is_probe and not spec.emitted_token_ids  # another engine has made no part of the text
         is_comparable = is_own and request.finish_reason.is_complete and not request.is_lossy
         if not is_comparable or not any(drafts for drafts, _ in request.verified):
@@ -95,9 +110,9 @@ class Auditor:
             self._pending.append(Audit(request, name, f"audit-{next(self._numbers)}", expected, []))
 
     def start(self) -> EngineRequest | None:
-        """The request to compute now; None if there is none to audit."""
+        """The request to compute now; None if there is none, or a client's has ended a moment ago."""
         assert self.running is None
-        if not self._pending:
+        if self.wait_s != 0.0:
             return None
         self.running = self._pending.popleft()
         return self.running.spec

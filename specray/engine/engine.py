@@ -55,9 +55,13 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        has_audits = self.auditor is not None and self.auditor.has_work
         has_requests = bool(self._requests or self._pending_outputs)
-        return has_requests or has_audits or bool(self._in_flight) or self.scheduler.has_freed_slots
+        return has_requests or self.audit_in_s == 0.0 or bool(self._in_flight) or self.scheduler.has_freed_slots
+
+    @property
+    def audit_in_s(self) -> float | None:
+        """Seconds until an audit begins or continues, if no request arrives; None if there is none."""
+        return None if self.auditor is None else self.auditor.wait_s
 
     def add_request(self, spec: EngineRequest) -> None:
         """Queue a request. Raises InvalidRequestError or QueueFullError; then nothing was queued."""

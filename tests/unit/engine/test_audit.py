@@ -3,6 +3,7 @@
 `tests.mutants` runs the test of honest models on a copy of the code with a bug of the verifier.
 """
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
@@ -12,6 +13,7 @@ from pydantic import ValidationError
 
 from cluster.config import AppConfig
 from specray.config import EngineConfig
+from specray.engine.async_engine import AsyncEngine
 from specray.engine.audit import MAX_PENDING, Auditor
 from specray.engine.engine import Engine
 from specray.engine.request import EngineRequest, Request
@@ -51,11 +53,14 @@ class WrongExecutor(FakeExecutor):
 class Audited:
     """An engine of which every finished request is audited."""
 
-    def __init__(self, executor: FakeExecutor, share: float = 1.0, keep: RequestLog | None = None) -> None:
+    def __init__(
+        self, executor: FakeExecutor, share: float = 1.0, keep: RequestLog | None = None, idle_s: float = 0.0
+    ) -> None:
         self.executor = executor
         self.engine = Engine(CONFIG, executor, letters_tokenizer())
         self.mismatches: list[tuple[Request, str, list[int]]] = []
-        self.engine.auditor = Auditor(share, self.engine.stats, Random(0), keep.add if keep else self._note)
+        on_mismatch = keep.add if keep else self._note
+        self.engine.auditor = Auditor(share, self.engine.stats, Random(0), on_mismatch, idle_s)
 
     def _note(self, request: Request, drafter: str, token_ids: list[int]) -> None:
         self.mismatches.append((request, drafter, token_ids))
@@ -164,6 +169,34 @@ def test_an_audit_makes_way_and_continues_later() -> None:
     assert (entered[1], entered[2]) == (3, 2)  # the first audit began twice
 
 
+def test_audits_cost_a_busy_server_no_step() -> None:
+    """One client sends its next request when the last one has ended."""
+    num_steps = []
+    for share in (0.0, 1.0):
+        audited = Audited(drafting(), share, idle_s=0.05)
+        for seed in range(6):
+            audited.add(seed)
+            audited.run()
+        num_steps.append(audited.executor.counts.steps)
+    assert num_steps[0] == num_steps[1]
+    assert 0.0 < (audited.engine.audit_in_s or 0.0) <= 0.05
+    time.sleep(0.05)
+    audited.run()
+    assert audited.num_audits == 6
+
+
+def test_a_thread_that_waits_begins_an_audit_by_itself() -> None:
+    audited = Audited(drafting(), idle_s=0.05)
+    audited.add(1)
+    loop = AsyncEngine(audited.engine, lambda _: None)
+    loop.start()
+    end = time.monotonic() + 10.0
+    while not audited.num_audits and time.monotonic() < end:
+        time.sleep(0.01)
+    loop.close()
+    assert audited.num_audits == 1
+
+
 def test_probes_do_not_end_an_audit_and_pending_audits_are_bounded() -> None:
     audited = Audited(drafting())
     audited.add(*range(1, MAX_PENDING + 5))
@@ -206,7 +239,7 @@ def test_honest_models_have_no_mismatch(model: str, count: int, kind: str, tmp_p
         known = [each.prompt_token_ids + each.choices[0].token_ids for each in plain.generate(prompts, params)]
     with make_llm(tmp_path, ScriptedDrafter(DRAWS[kind], known), page_size=4) as llm:
         stats = llm.engine.stats
-        llm.engine.auditor = Auditor(1.0, stats, Random(0), lambda *_: None)
+        llm.engine.auditor = Auditor(1.0, stats, Random(0), lambda *_: None, idle_s=0.0)
         for start in range(0, count, 8):
             llm.generate(prompts[start : start + 8], params[start : start + 8])
     assert stats.values["specray_audit_requests_total"] == count
