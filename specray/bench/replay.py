@@ -111,9 +111,17 @@ def replay(name: str, llm: LLM, requests: Sequence[LoggedRequest]) -> Replayed:
 
 def predicted_speeds(costs: StepCosts, replayed: Replayed, batch_sizes: Sequence[int]) -> dict[int, float]:
     """Tokens/s by batch size, if all requests of a step draft whole trees; prompts take no time."""
-    mean, most = sum(replayed.num_drafts) / len(replayed.num_drafts), max(replayed.num_drafts)
-    shapes = {size: StepShape(size, round(size * mean), most) for size in batch_sizes}
-    return {size: size * replayed.accept_length / costs.seconds(shape) for size, shape in shapes.items()}
+    return {
+        size: size * replayed.accept_length / _step_seconds(costs, replayed.num_drafts, size) for size in batch_sizes
+    }
+
+
+def _step_seconds(costs: StepCosts, num_drafts: Sequence[int], size: int) -> float:
+    """The mean time of a step of `size` requests: of trees that were far from each other in the replay."""
+    count = len(num_drafts)
+    steps = ([num_drafts[(first + part * count // size) % count] for part in range(size)] for first in range(count))
+    shapes = Counter(StepShape(size, sum(step), max(step)) for step in steps)
+    return sum(times * costs.seconds(shape) for shape, times in shapes.items()) / count
 
 
 def print_left_out(left_out: Counter[str]) -> None:

@@ -113,6 +113,17 @@ def test_speeds_follow_from_the_costs_of_steps() -> None:
     assert predicted_speeds(costs, Replayed([4, 4], [1, 2]), [1]) == {1: pytest.approx(2.5 / 0.020)}
 
 
+def test_a_step_costs_what_its_own_trees_cost() -> None:
+    """And not what a tree of the mean size costs, or the largest: many of an n-gram drafter's trees are empty."""
+    costs = StepCosts()
+    for num_drafts, target, rest in ((0, 0.010, 0.001), (1, 0.018, 0.004), (2, 0.019, 0.005), (4, 0.020, 0.006)):
+        costs.observe(StepShape(1, num_drafts, num_drafts), target, rest)
+    one, two = predicted_speeds(costs, Replayed([0, 0, 0, 4], [0, 0, 0, 2]), [1, 2]).values()
+    assert one == pytest.approx(1.5 / ((3 * 0.011 + 0.026) / 4))
+    pairs = [costs.seconds(StepShape(2, sum(pair), max(pair))) for pair in ((0, 0), (0, 4), (0, 0), (4, 0))]
+    assert two == pytest.approx(2 * 1.5 / (sum(pairs) / 4))
+
+
 def test_costs_are_those_of_whole_trees_at_each_batch_size(plain: LLM, toy: Path, tmp_path: Path) -> None:
     engines = {"plain": plain.with_speculative(SpeculativeConfig())}
     engines["tree"] = plain.with_speculative(METHODS["STANDALONE-tree"](toy, tmp_path))
