@@ -33,13 +33,13 @@ from cluster.cli.check import (
     load,
     summary,
 )
-from cluster.cli.engine_flags import answer, check_sglang_environment
 from cluster.cli.flags import SEVERAL, add_flags, given, overridden
 from cluster.cli.plan import plan_text
 from cluster.cli.supervise import FOLDER
 from cluster.config import AppConfig
 from cluster.engine.node_resources import refuse_impossible
 from cluster.process_settings import LARGE_MESSAGES, ONE_LOOP
+from specray.cli.engine_flags import answer, check_sglang_environment
 from specray.cli.local_server import refuse_port_in_use
 from specray.errors import ConfigError, SpecRayError, did_you_mean
 from specray.server.monitoring.trace_context import check_tracing_packages

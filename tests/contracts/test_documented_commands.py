@@ -10,9 +10,9 @@ import yaml
 
 from cluster.app import build
 from cluster.cli.check import check_document
-from cluster.cli.engine_flags import check_sglang_environment
 from cluster.cli.serve import main
 from cluster.config import AppConfig
+from specray.cli.engine_flags import check_sglang_environment
 
 LINES = [
     line

@@ -1,6 +1,6 @@
 """Every flag of SGLang's and vLLM's servers works, or is answered with what to do instead; docs/migrating.md agrees.
 
-`cluster/cli/engine_flags.json` has the names: of SGLang 0.5.23's records of arguments, and of vLLM 0.33.0's engine and
+`specray/cli/engine_flags.json` has the names: of SGLang 0.5.23's records of arguments, and of vLLM 0.33.0's engine and
 frontend arguments.
 """
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.cli.engine_flags import ANSWERS, answer, flags_of_engines
 from cluster.cli.serve import main, parser
+from specray.cli.engine_flags import ANSWERS, answer, flags_of_engines
 
 ROOT = Path(__file__).parents[2]
 ENGINES = flags_of_engines()

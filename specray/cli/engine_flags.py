@@ -2,7 +2,7 @@
 
 One table answers the flags with what to use instead, or why there is nothing, because a flag that looks similar may do
 something else. `docs/migrating.md` explains the common ones. Flags that SpecRay has under the same name are not here:
-`flags` makes them of the configuration.
+`cluster.cli.flags` makes them of the configuration.
 """
 
 import json
@@ -11,8 +11,8 @@ from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 
-from cluster.config import AppConfig
 from specray import unsupported_options
+from specray.config import EngineConfig
 from specray.errors import ConfigError
 
 SPEC_V2 = "SGLANG_ENABLE_SPEC_V2"  # variables of SGLang's page on speculative decoding
@@ -151,7 +151,7 @@ def _names(patterns: str, flag: str) -> bool:
     return any(fnmatchcase(flag, pattern) for pattern in patterns.split())
 
 
-def check_sglang_environment(environment: Mapping[str, str], apps: Sequence[AppConfig]) -> Iterator[str]:
+def check_sglang_environment(environment: Mapping[str, str], apps: Sequence[EngineConfig]) -> Iterator[str]:
     """A warning for every SGLANG_* variable that has no effect.
 
     Raises ConfigError for a variable that asks for something that an application does not do.
