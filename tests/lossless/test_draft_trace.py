@@ -12,7 +12,7 @@ from specray.outputs import RequestOutput
 from specray.sampling_params import SamplingParams
 from specray.testing.conformance import PROMPTS, SAMPLED
 from tests.support.engine import make_llm
-from tests.support.methods import METHODS, SOME_METHODS
+from tests.support.methods import KINDS, METHODS, SOME_METHODS
 
 NUM_REQUESTS = len(PROMPTS)
 
@@ -70,16 +70,23 @@ def check_tree(step: TracedStep, prompt: list[int], token_ids: list[int]) -> Non
     assert emitted[: len(known) - place] == known[place : place + len(emitted)]
 
 
-@pytest.mark.parametrize("method", [None, *METHODS])
-def test_a_trace_agrees_with_the_output_and_its_counters(method: str | None, toy: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def plain(toy: Path) -> list[tuple[object, ...]]:
+    """Results without drafts and traces."""
+    with make_llm(toy) as llm:
+        return [result(outputs) for outputs in run(llm, set())]
+
+
+@pytest.mark.parametrize("method", [None, *KINDS])
+def test_a_trace_agrees_with_the_output_and_its_counters(
+    method: str | None, toy: Path, plain: list[tuple[object, ...]], tmp_path: Path
+) -> None:
     """With two plans in flight, stop strings, penalties and logprobs."""
-    with make_llm(toy) as plain:
-        expected = [result(outputs) for outputs in run(plain, set())]
     options = {} if method is None else {"speculative": METHODS[method](toy, tmp_path)}
     with make_llm(toy, **options) as llm:
         llm.engine.capacity = llm.engine.capacity._replace(max_plans=2)
         outputs = run(llm, set(range(0, NUM_REQUESTS, 2)) | {NUM_REQUESTS - 1})
-    assert [result(of_request) for of_request in outputs] == expected
+    assert [result(of_request) for of_request in outputs] == plain
     for place, (prompt, of_request) in enumerate(zip(PROMPTS, outputs, strict=True)):
         if place % 2 and place < NUM_REQUESTS - 1:
             assert all(output.trace is None for output in of_request)

@@ -61,7 +61,14 @@ def test_drafts_leave_no_trace_in_states(kind: str, folder: Path, texts: dict[st
             assert drafter.num_proposed > 0 or kind == "empty"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+# Both kinds of states, in float32 and in a type of 16 bits.
+STORED = [
+    *(("qwen3_5", "float32"), ("qwen3_5", "bfloat16"), ("lfm2", "float32"), ("lfm2", "float16")),
+    pytest.param("qwen3_next", "float32", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("folder", "dtype"), STORED, indirect=["folder"])
 def test_stored_states_give_the_text_of_a_new_prompt(dtype: str, folder: Path) -> None:
     """Two turns of conversations, side by side, and then requests that share a beginning with one of them."""
     starts = [*PROMPTS[:2], [7] * 41, [0, 10, 20, 30] * 11]  # most answers go beyond INTERVAL tokens

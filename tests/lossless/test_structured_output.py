@@ -22,7 +22,7 @@ from tests.support.drafters import DRAWS, ScriptedDrafter
 from tests.support.engine import make_llm, visible
 from tests.support.graph_stand_in import recorded_graphs
 from tests.support.json_toy import require_valid, write_json_tokenizer, write_json_toy
-from tests.support.methods import METHODS, SOME_METHODS
+from tests.support.methods import KINDS, METHODS, SOME_METHODS
 
 SCHEMAS: list[dict[str, Any]] = [
     {
@@ -125,8 +125,8 @@ def test_plain_output_matches_its_grammar(plain: list[Completion]) -> None:
     assert_matching(plain)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_every_drafting_method_gives_the_plain_output(
+@pytest.mark.parametrize("method", KINDS)
+def test_every_way_to_draft_gives_the_plain_output(
     method: str, toy: Path, plain: list[Completion], tmp_path: Path
 ) -> None:
     with make_llm(toy, speculative=drafting(method, toy, tmp_path)) as llm:

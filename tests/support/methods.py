@@ -202,5 +202,10 @@ METHODS: dict[str, Make] = {
     "DSPARK-merged": changed(block("speculators-dspark"), merged_draft_tokens=9, ngram_capacity=1000),
     "SEVERAL": several(head=eagle(3, draft_vocab_size=40), lookup=ngram(), layers=mtp(3, shape=(3, 3, 9))),
 }
+# One for each way to draft, trees and chains among them, for tests in which other shapes of trees run no other code.
+KINDS = [
+    *("EAGLE3", "EAGLE-map", "PARALLEL", "DFLASH", "DSPARK-rnn", "STANDALONE-tree", "MTP-stack", "MTP-deepseek"),
+    *("NEXTN", "NGRAM", "EAGLE3-merged", "SEVERAL"),
+]
 # For tests in which further methods add time but little coverage.
 SOME_METHODS = ["EAGLE3", "EAGLE-map", "MTP-stack", "NGRAM"]

@@ -14,7 +14,7 @@ from specray.worker.remote_drafter.server import DraftServer, make_remote_drafte
 from specray.worker.remote_drafter.wire import DeltaDecoder, DeltaEncoder, TargetHandshake, pack, unpack_order
 from specray.worker.startup import start_worker
 from tests.support.fake_cuda import fake_cuda
-from tests.support.methods import METHODS
+from tests.support.methods import KINDS, METHODS
 
 GPU = torch.device("cuda", 0)
 GREEDY = SamplingOptions(0, 0.0, 1.0, 0, 0.0, 0.0, 0.0, 1.0, [], 0, [], None)
@@ -74,7 +74,7 @@ def test_a_step_stays_on_its_gpu(
         worker.propose()
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if name not in SIZES + MERGED])
+@pytest.mark.parametrize("method", [name for name in KINDS if name not in MERGED])
 def test_a_drafter_of_another_process_reads_its_hidden_states_on_its_gpu(
     method: str, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
