@@ -20,7 +20,7 @@ from tests.support.gguf_decoders import GGUF_DECODERS, write_gguf_decoder
 
 TOKENS = [0, *(7 * place % 64 for place in range(40))]  # longer than the windows, which are of 16 tokens
 PROMPTS = [[0, 10, 20, 30], [0, *range(4, 40)], [7] * 7]
-GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 NGRAM = SpeculativeConfig(algorithm="NGRAM", num_draft_tokens=6)
 # Together they have every layout that the converter changes, and both ways to compute a model.
 _QUICK = {"llama", "mixtral", "gemma3", "gpt_oss", "phi3", "granitemoeshared", "deepseek_v3", "llama4", "qwen3_moe"}

@@ -22,7 +22,7 @@ from tests.support.drafters import DRAWS, ScriptedDrafter
 from tests.support.engine import make_llm, visible
 from tests.support.graph_stand_in import recorded_graphs
 from tests.support.json_toy import require_valid, write_json_tokenizer, write_json_toy
-from tests.support.methods import KINDS, METHODS, SOME_METHODS
+from tests.support.methods import KINDS, METHODS
 
 SCHEMAS: list[dict[str, Any]] = [
     {
@@ -72,7 +72,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "few drafts": {"max_running_requests": 2},
 }
 # (method, layout); another test compares methods with whole prompts.
-CASES = [(None, "whole"), *product([None, *SOME_METHODS], ["chunks", "preemption", "few drafts"])]
+CASES = [(None, "whole"), *product([None, "EAGLE3", "NGRAM"], ["chunks", "preemption", "few drafts"])]
 FREE = SamplingParams(seed=7, max_tokens=30, temperature=1.0)
 
 

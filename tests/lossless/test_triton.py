@@ -20,7 +20,7 @@ from tests.support.graph_stand_in import GraphsAtOnce, RepeatedCall
 from tests.support.methods import METHODS
 
 ROOT = Path(__file__).parents[2]
-NAMES = [None, "EAGLE3", "EAGLE-map"]
+NAMES = ["EAGLE3", "EAGLE-map"]  # `deterministic` decodes without drafts
 IN_GRAPHS = [None, "EAGLE3", "EAGLE3-chain"]
 PROMPTS = [[0, 9, 8, 7, 6, 5, 9, 8], [5]]
 PARAMS = [

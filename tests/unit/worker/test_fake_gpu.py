@@ -52,7 +52,10 @@ def with_triton_experts(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -
 
 
 # These differ from others in sizes only, or on the host; transformers' modules are tried out, with numbers.
-SIZES = ("EAGLE3-wide", "EAGLE-chain", "EAGLE-deep", "NGRAM-short", "NGRAM-prob", "NGRAM-suffix", "MTP-mimo-v2")
+SIZES = (
+    *("EAGLE3-wide", "EAGLE3-chain", "EAGLE-chain", "EAGLE-deep", "PARALLEL-chain"),
+    *("NGRAM-short", "NGRAM-prob", "NGRAM-suffix", "MTP-mimo-v2"),
+)
 MERGED = ("EAGLE3-merged", "DSPARK-merged")  # on the host, which reads the trees
 
 
