@@ -3,17 +3,15 @@
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 from transformers import PretrainedConfig
 
 from specray.layers.module import Layer
-from specray.layers.moe import Expert, ExpertList, Experts, MixtureOfExperts, SoftmaxRoute
+from specray.layers.moe import Expert, ExpertList, Experts, MixtureOfExperts, Route, SoftmaxRoute
 from specray.models.llama import Llama
 from specray.models.loading import Loader
 from specray.ops.device_ops import groups_experts
 
-QWEN_NAMES = ("gate_proj", "up_proj", "down_proj")
-_MIXTRAL_NAMES = ("w1", "w3", "w2")
+_NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
 class Mixtral(Llama):
@@ -21,10 +19,9 @@ class Mixtral(Llama):
 
     @classmethod
     def feed_forward(cls, config: PretrainedConfig, loader: Loader, prefix: str, index: int) -> Layer:  # noqa: ARG003
-        place, hidden, count = prefix + "block_sparse_moe.", config.hidden_size, config.num_local_experts
-        experts = load_experts(loader, place, count, hidden, config.intermediate_size, _MIXTRAL_NAMES)
+        place, count, width = prefix + "block_sparse_moe.", config.num_local_experts, config.intermediate_size
         route = SoftmaxRoute(config.num_experts_per_tok, normalize=True)
-        return MixtureOfExperts(load_gate(loader, place, count, hidden), route, experts, loader.group)
+        return load_mixture(config, loader, place, count, width, route, ("w1", "w3", "w2"))
 
 
 class Qwen3Moe(Llama):
@@ -32,28 +29,37 @@ class Qwen3Moe(Llama):
 
     @classmethod
     def feed_forward(cls, config: PretrainedConfig, loader: Loader, prefix: str, index: int) -> Layer:
-        place, hidden, count = prefix + "mlp.", config.hidden_size, config.num_experts
+        count, width = config.num_experts, config.moe_intermediate_size
         if index in config.mlp_only_layers or not count or (index + 1) % config.decoder_sparse_step:
             return super().feed_forward(config, loader, prefix, index)
-        experts = load_experts(loader, place, count, hidden, config.moe_intermediate_size)
         route = SoftmaxRoute(config.num_experts_per_tok, normalize=config.norm_topk_prob)
-        return MixtureOfExperts(load_gate(loader, place, count, hidden), route, experts, loader.group)
+        return load_mixture(config, loader, prefix + "mlp.", count, width, route)
 
 
-def load_gate(loader: Loader, prefix: str, num_experts: int, hidden_size: int) -> Tensor:
-    """The router's weight, float32 [experts, hidden]."""
-    return loader.stored(prefix + "gate.weight", (num_experts, hidden_size)).to(loader.device, torch.float32)
-
-
-def load_experts(
+def load_mixture(
+    config: PretrainedConfig,
     loader: Loader,
     prefix: str,
     num_experts: int,
-    hidden_size: int,
     ffn_size: int,
-    names: Sequence[str] = QWEN_NAMES,
+    route: Route,
+    names: Sequence[str] = _NAMES,
+    shared: tuple[str, int] | None = None,
+) -> MixtureOfExperts:
+    """This rank's part of every expert, from tensors `prefix`*; `names` are those of gate, up and down.
+
+    `shared` are the prefix and the width of a feed-forward of all tokens, beside the experts.
+    """
+    hidden = config.hidden_size
+    experts = _load_experts(loader, prefix, num_experts, hidden, ffn_size, names)
+    gate = loader.stored(prefix + "gate.weight", (num_experts, hidden)).to(loader.device, torch.float32)
+    whole = None if shared is None else _load_shared(loader, prefix + shared[0], hidden, shared[1])
+    return MixtureOfExperts(gate, route, experts, loader.group, whole)
+
+
+def _load_experts(
+    loader: Loader, prefix: str, num_experts: int, hidden_size: int, ffn_size: int, names: Sequence[str]
 ) -> Experts:
-    """This rank's part of every expert; `names` are those of gate, up and down."""
     part, wide = loader.group.share(ffn_size), (ffn_size, hidden_size)
     weights = []
     for index in range(num_experts):
@@ -65,3 +71,10 @@ def load_experts(
 
         return GroupedExperts(weights)
     return ExpertList([Expert(*expert, loader.quantization) for expert in weights])
+
+
+def _load_shared(loader: Loader, prefix: str, hidden_size: int, ffn_size: int) -> Expert:
+    """This rank's part, which the mixture adds before its sum over ranks."""
+    wide, part = (ffn_size, hidden_size), loader.group.share(ffn_size)
+    gate, up = (loader.weight(f"{prefix}{name}_proj.weight", wide, part) for name in ("gate", "up"))
+    return Expert(gate, up, loader.weight(prefix + "down_proj.weight", wide[::-1], part, 1), loader.quantization)
