@@ -28,15 +28,17 @@ from tests.support.heads import write_random_head
 from tests.support.recipes import RECIPES
 
 TOKENS = [0, *(7 * place % 64 for place in range(40))]  # longer than the windows, which are of 16 tokens
-PROMPTS = [[0, 10, 20, 30], [5], [0, *range(4, 40)], [7] * 7]
+PROMPTS = [[0, *range(63, 30, -1)], [5], [0, *range(4, 40)], [7] * 7]  # NGRAM finds most tokens in the long ones
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)  # past the windows, also from one token on
 SHORT = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
-SAMPLED = [  # and greedy ones
-    SamplingParams(temperature=0.9 * (seed % 2), seed=seed, max_tokens=12, ignore_eos=True)
-    for seed in range(len(PROMPTS))
+SAMPLED = [
+    SamplingParams(temperature=temperature, seed=seed, max_tokens=12, ignore_eos=True)
+    for seed, temperature in enumerate([0.0, 1.0, 1.0, 0.0])
 ]
 CASES = list(zip(PROMPTS, SAMPLED, strict=True))
 EXACT = "float32" if kernels() is None else "bfloat16"  # a type with one text, where rounding would show another one
+# One of each kind; test_conformance has all methods with Llama.
+NATIVE = ["mistral", "qwen2-window", "qwen3", "mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3"]
 NAMES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in SERVED | IMAGE_MODELS]
 
 
@@ -60,8 +62,8 @@ def test_a_decoder_gives_transformers_logits_and_one_text_with_any_drafts(name: 
         assert_same_with_drafts(llm, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["mistral", "qwen2-window"])
-def test_native_classes_compute_windows(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", NATIVE)
+def test_a_native_class_gives_transformers_logits_and_one_text_with_any_drafts(name: str, tmp_path: Path) -> None:
     reference = write_decoder(name, tmp_path)
     with make_llm(tmp_path, model_impl="native") as llm:
         logits = logits_in_chunks(llm._executor.worker.model, TOKENS, 7)
@@ -89,17 +91,20 @@ def test_a_decoder_that_cannot_be_served_is_refused_with_the_reason(name: str, t
 
 
 def assert_same_with_drafts(llm: LLM, folder: Path) -> None:
-    """Requests alone, NGRAM and a random EAGLE-3 head give the texts of a batch without drafts."""
+    """Requests alone, NGRAM and a random EAGLE-3 head give the texts of a batch without drafts, at T = 0 and 1."""
     texts = texts_of(llm, SAMPLED)
     assert [llm.generate([prompt], params)[0].choices[0].token_ids for prompt, params in CASES[:2]] == texts[:2]
     head = write_random_head(folder / "head", folder, 3)
     tree = {"num_steps": 3, "eagle_topk": 2, "num_draft_tokens": 6}
     for drafts in (
-        SpeculativeConfig(algorithm="NGRAM", num_draft_tokens=8),
-        SpeculativeConfig(algorithm="EAGLE3", draft_model_path=str(head), **tree),
+        SpeculativeConfig(algorithm="NGRAM", num_draft_tokens=8, budget="static"),
+        SpeculativeConfig(algorithm="EAGLE3", draft_model_path=str(head), budget="static", **tree),
     ):
         with llm.with_speculative(drafts) as drafting:
-            assert texts_of(drafting, SAMPLED) == texts
+            drafted = [generation.choices[0] for generation in drafting.generate(PROMPTS, SAMPLED)]
+            assert [choice.token_ids for choice in drafted] == texts
+            assert drafted[0].usage.num_draft_tokens > 0, "greedy"
+            assert drafted[2].usage.num_draft_tokens > 0, "at T = 1"
 
 
 def assert_same_bits_in_any_batch(model: Any) -> None:

@@ -14,9 +14,7 @@ from specray.layers.parallel import RankGroup
 from specray.models.llama import Llama
 from specray.models.registry import load_config, load_model
 from specray.ops.cpu.library import kernels
-from specray.sampling_params import SamplingParams
 from tests.support.architectures import ARCHITECTURES, write_architecture
-from tests.support.engine import generate
 from tests.support.naive_eagle import attend_to_the_past
 from tests.support.toy import write_toy
 
@@ -61,21 +59,6 @@ def test_a_row_has_the_same_bits_in_any_batch(name: str, dtype: str, tmp_path: P
     for start, count in [(0, 1), (17, 1), (3, 2), (8, 5), (1, 16), (7, 33)]:
         part = slice(start, start + count)
         assert torch.equal(model.logits(model(tokens[part], positions[part], attend)[0]), together[part])
-
-
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "deepseek-v2", "deepseek-v3"])
-def test_output_does_not_depend_on_the_batch(name: str, tmp_path: Path) -> None:
-    """Requests alone and in a batch of eight, greedy and sampled. Greedy output equals that of transformers."""
-    reference = write_architecture(name, tmp_path)
-    params = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=12, ignore_eos=True) for i in range(8)]
-    together = generate(tmp_path, PROMPTS, params)
-    alone = generate(tmp_path, PROMPTS, params, max_running_requests=1)
-    assert [choice.token_ids for choice in together] == [choice.token_ids for choice in alone]
-    tokens = list(PROMPTS[2])
-    with torch.inference_mode():
-        for _ in range(12):
-            tokens.append(int(reference(torch.tensor([tokens])).logits[0, -1].argmax()))
-    assert together[2].token_ids == tokens[len(PROMPTS[2]) :]
 
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek-v3"])
