@@ -103,4 +103,7 @@ def _frequencies(config: PretrainedConfig, head_dim: int) -> tuple[Tensor, float
 
 
 def _unknown(kind: object) -> ConfigError:
-    return ConfigError(f"the checkpoint uses rope_type={kind!r}; supported are {', '.join(_KINDS)}")
+    return ConfigError(
+        f"the checkpoint uses rope_type={kind!r}; supported are {', '.join(_KINDS)}: correct config.json, or choose "
+        "another model"
+    )

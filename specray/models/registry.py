@@ -52,6 +52,7 @@ _WITHIN_IMAGE_MODELS: Mapping[str | None, str] = {"Step3p5ForCausalLM": "step3p7
 _COMMON_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 _SIZES = (*_COMMON_SIZES, "intermediate_size")
 _OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "sliding_window")
+_TEXTS = ("model_type", "dtype", "torch_dtype")
 MAX_SIZE = 2**31 - 1
 MAX_LAYERS = 10_000
 
@@ -93,7 +94,7 @@ def _native_config(folder: Path, model_impl: ModelImpl) -> PretrainedConfig | No
 def _transformers_config(folder: Path) -> PretrainedConfig:
     """The configuration of a model that transformers' modules compute."""
     content = _content(folder)
-    _check_layers(folder, content)
+    _check_content(folder / "config.json", content)
     if not _has_modules(content):
         raise _unsupported(folder, _first_architecture(content))
     whole = _auto_config(folder)
@@ -331,7 +332,7 @@ def _plain(architecture: str | None) -> str:
 
 
 def _read_config(folder: Path, content: Any) -> PretrainedConfig:
-    _check_layers(folder, content)
+    _check_content(folder / "config.json", content)
     try:
         known = _config_class(content.get("model_type"))
         if known is not None:
@@ -352,7 +353,8 @@ def _auto_config(folder: Path) -> PretrainedConfig:
 
 
 def _unusable(folder: Path, error: Exception) -> ConfigError:
-    return ConfigError(f"{folder / 'config.json'} cannot be used: {' '.join(str(error).split())}; fetch it again")
+    reason, _, _ = " ".join(str(error).split()).partition(". ")  # transformers adds advice to some errors
+    return ConfigError(f"{folder / 'config.json'} cannot be used: {reason}; correct it, or fetch it again")
 
 
 def _check_architecture(folder: Path, name: str | None) -> None:
@@ -382,22 +384,31 @@ def _config_class(model_type: object) -> type[PretrainedConfig] | None:
     return None
 
 
-def _check_layers(folder: Path, content: object) -> None:
-    """ConfigError for more layers than any model has: transformers would build a list of them for minutes."""
+def _check_content(path: Path, content: Any) -> None:
+    """ConfigError for what transformers would compute for minutes, or refuse without the name of the key."""
     for name, value in content.items() if isinstance(content, dict) else ():
         if str(name).endswith("_layers") and isinstance(value, int | float) and value > MAX_LAYERS:
-            raise ConfigError(
-                f"{folder / 'config.json'}: {name}={value} is more than {MAX_LAYERS} layers; fetch it again"
-            )
+            raise ConfigError(f"{path}: {name}={value} is more than {MAX_LAYERS} layers; correct it")
+        if name in _TEXTS and not isinstance(value, str | None):
+            raise ConfigError(f"{path}: {name}={value!r} must be a text; correct it")
+        if name in (*_SIZES, "num_key_value_heads", "head_dim") and not isinstance(value, list | None):  # by layer
+            _check_size(path, name, value)
+        if str(name).endswith("_config"):
+            _check_content(path, value)
+
+
+def _check_size(path: Path, name: str, value: object) -> None:
+    if type(value) is not int or not 1 <= value <= MAX_SIZE:
+        raise ConfigError(f"{path}: {name}={value!r} must be a whole number from 1 to {MAX_SIZE}; correct it")
 
 
 def _check_numbers(folder: Path, config: PretrainedConfig, sizes: Sequence[str], optional_sizes: Sequence[str]) -> None:
     """ConfigError unless sizes are positive integers and the norms' epsilon is a positive number."""
     for name in (*sizes, *optional_sizes):
         value = getattr(config, name, None)
-        if (name in sizes or value is not None) and (type(value) is not int or not 1 <= value <= MAX_SIZE):
-            raise ConfigError(f"{folder / 'config.json'}: {name}={value!r} must be a whole number from 1; correct it")
-    eps = getattr(config, "rms_norm_eps", None) or 1e-6
+        if name in sizes or value is not None:
+            _check_size(folder / "config.json", name, value)
+    eps = getattr(config, "rms_norm_eps", 1e-6)
     if not isinstance(eps, int | float) or not 0.0 < eps < 1.0:
         raise ConfigError(f"{folder / 'config.json'}: rms_norm_eps={eps!r} must be between 0 and 1; correct it")
 

@@ -10,6 +10,7 @@ from specray.config import EngineConfig
 from specray.errors import ConfigError
 from specray.layers.parallel import RankGroup
 from specray.models.registry import load_model
+from tests.support.decoders import write_decoder
 from tests.support.toy import write_toy
 
 
@@ -25,16 +26,45 @@ from tests.support.toy import write_toy
         {"vocab_size": 2**31},
         {"num_key_value_heads": 3},
         {"rms_norm_eps": "x"},
+        {"rms_norm_eps": {}},
+        {"rms_norm_eps": 0},
         {"rope_theta": "x"},
         {"architectures": 5},
-        {"model_type": []},
         {"dtype": "float64"},
         {"dtype": "int8"},
         {"dtype": "float8_e4m3fn"},
     ],
 )
 def test_a_lying_configuration_is_a_config_error(options: dict[str, object], tmp_path: Path) -> None:
-    config = json.loads((write_toy(tmp_path) / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | options))
+    write_toy(tmp_path)
     with pytest.raises(ConfigError):
-        load_model(tmp_path, EngineConfig(device="cpu"), RankGroup(), torch.device("cpu"), progress=False)
+        load(tmp_path, options)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("llama", "model_type", {"a": "b"}),
+        ("llama", "dtype", 1e300),
+        ("llama", "vocab_size", {}),
+        ("llama", "hidden_size", -1),
+        ("gemma4", "head_dim", 2**40),
+        ("qwen2_5_vl", "text_config.num_hidden_layers", 2**53),
+    ],
+)
+def test_the_key_and_the_value_are_named_before_memory_is_taken(
+    name: str, key: str, value: object, tmp_path: Path
+) -> None:
+    write_decoder(name, tmp_path)
+    *outer, last = key.split(".")
+    config = json.loads((tmp_path / "config.json").read_text())
+    content = config | {last: value} if not outer else config | {outer[0]: config[outer[0]] | {last: value}}
+    with pytest.raises(ConfigError, match=rf"config\.json.*{last}=.*; correct it$") as found:
+        load(tmp_path, content)
+    assert len(str(found.value)) < 300
+
+
+def load(folder: Path, options: dict[str, object]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | options))
+    load_model(folder, EngineConfig(device="cpu"), RankGroup(), torch.device("cpu"), progress=False)
