@@ -49,14 +49,23 @@ class GgufFile:
         """The metadata value under `key`, checked to be of `kind`."""
         value = self.metadata.get(key, default)
         if value is not None and type(value) is not kind:
-            raise unusable(self.path, f"{key} is a {type(value).__name__}, not a {kind.__name__}")
+            raise unusable(self.path, f"{key} is of type {type(value).__name__} instead of {kind.__name__}")
         return value
+
+    def entries(self, key: str, kind: type) -> list[Any]:
+        """The array under `key`, checked to have entries of `kind`; empty if there is none."""
+        entries: list[Any] = self.get(key, list, [])
+        if others := {type(entry).__name__ for entry in entries} - {kind.__name__}:
+            raise unusable(self.path, f"{key} has entries of type {min(others)} instead of {kind.__name__}")
+        return entries
 
     def need(self, key: str, kind: type, default: Any = None) -> Any:
         """As `get`, but the value must exist, and must be positive if it is an integer."""
         value = self.get(key, kind, default)
-        if value is None or (kind is int and value < 1):
-            raise unusable(self.path, f"{key}={value}, where a model needs a {kind.__name__} above zero")
+        if value is None:
+            raise unusable(self.path, f"it has no {key}")
+        if kind is int and value < 1:
+            raise unusable(self.path, f"{key}={value}, where a model needs a number above zero")
         return value
 
     def shape(self, name: str) -> tuple[int, ...]:

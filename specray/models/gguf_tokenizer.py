@@ -37,7 +37,7 @@ def token_id(file: GgufFile, name: str) -> int | None:
 
     ConfigError if it is outside of the vocabulary and there is none of a known text.
     """
-    tokens, kinds = _tokens(file), file.get("tokenizer.ggml.token_type", list, [])
+    tokens, kinds = _tokens(file), file.entries("tokenizer.ggml.token_type", int)
     token: int | None = file.get(f"tokenizer.ggml.{name}_token_id", int)
     is_outside = token is not None and not 0 <= token < len(tokens)
     if token is not None and not is_outside and kinds[token : token + 1] != [_NORMAL]:
@@ -51,7 +51,7 @@ def token_id(file: GgufFile, name: str) -> int | None:
 
 def _special(file: GgufFile, texts: Collection[str]) -> list[int]:
     """Ids of the control and user-defined tokens with one of `texts`."""
-    kinds = file.get("tokenizer.ggml.token_type", list, [])
+    kinds = file.entries("tokenizer.ggml.token_type", int)
     marked = enumerate(zip(_tokens(file), kinds, strict=False))
     return [index for index, (token, kind) in marked if token in texts and kind in (_CONTROL, _USER_DEFINED)]
 
@@ -136,8 +136,13 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
 
 
 def _tokens(file: GgufFile) -> list[str]:
-    tokens: list[str] = file.need("tokenizer.ggml.tokens", list)
-    return tokens
+    return _texts(file, "tokenizer.ggml.tokens")
+
+
+def _texts(file: GgufFile, key: str) -> list[str]:
+    if not (texts := file.entries(key, str)):
+        raise unusable(file.path, f"it has no {key}")
+    return texts
 
 
 def _check_lengths(file: GgufFile) -> None:
@@ -148,7 +153,7 @@ def _check_lengths(file: GgufFile) -> None:
 
 
 def _of_type(file: GgufFile, kind: int) -> list[str]:
-    kinds = file.get("tokenizer.ggml.token_type", list, [])
+    kinds = file.entries("tokenizer.ggml.token_type", int)
     return [token for token, token_kind in zip(_tokens(file), kinds, strict=False) if token_kind == kind]
 
 
@@ -164,7 +169,7 @@ def _byte_level(file: GgufFile) -> Any:
 
     pre = _pre_tokenizer(file)
     vocabulary = {token: index for index, token in enumerate(_tokens(file))}
-    merges = [tuple(merge.split(" ")) for merge in file.need("tokenizer.ggml.merges", list)]
+    merges = [tuple(merge.split(" ")) for merge in _texts(file, "tokenizer.ggml.merges")]
     try:
         tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre.ignores_merges))
     except Exception as error:  # tokenizers raises bare Exception for a bad merge
@@ -186,9 +191,9 @@ def _sentencepiece(file: GgufFile) -> Any:
     from tokenizers import pre_tokenizers
     from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer
 
-    keys = {"tokens": list, "scores": list, "token_type": list, "merges": list}
-    content = {key: file.get(f"tokenizer.ggml.{key}", kind) for key, kind in keys.items()}
-    known = {key: value for key, value in content.items() if value is not None}
+    keys = {"tokens": str, "scores": float, "token_type": int, "merges": str}
+    content = {key: file.entries(f"tokenizer.ggml.{key}", kind) for key, kind in keys.items()}
+    known = {key: entries for key, entries in content.items() if entries}
     try:
         tokenizer, _ = convert_gguf_tokenizer(
             file.metadata["general.architecture"], {"tokenizer_type": "llama", **known}

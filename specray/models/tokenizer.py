@@ -38,10 +38,10 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerFast":
     except BaseException as error:
         if not is_fault(error):  # the tokenizers library raises bare Exception for a file it cannot parse, or panics
             raise
-        raise ConfigError(
-            f"no usable tokenizer in {folder}: {error}; a model folder needs tokenizer.json (or tokenizer.model and "
-            "the package sentencepiece)"
-        ) from error
+        needed = "a model folder needs tokenizer.json (or tokenizer.model and the package sentencepiece)"
+        if (folder / "tokenizer.json").is_file():
+            needed = "fetch tokenizer.json and tokenizer_config.json again"
+        raise ConfigError(f"no usable tokenizer in {folder}: {error}; {needed}") from error
     if not isinstance(loaded, PreTrainedTokenizerFast):
         raise ConfigError(f"the tokenizer in {folder} is a {type(loaded).__name__}, not a fast one; add tokenizer.json")
     loaded.backend_tokenizer.no_truncation()  # some files enable these; a prompt must not be cut silently
@@ -62,7 +62,8 @@ def eos_token_ids(folder: Path, tokenizer: "PreTrainedTokenizerFast") -> list[in
     wrong = [token for token in ids if type(token) is not int or not 0 <= token < len(tokenizer)]
     if wrong:
         raise ConfigError(
-            f"eos_token_id {wrong} of {folder} is not in its vocabulary of {len(tokenizer)}; correct config.json"
+            f"eos_token_id {wrong} of {folder} is not in its vocabulary of {len(tokenizer)}; correct "
+            "generation_config.json, config.json or tokenizer_config.json"
         )
     return sorted(set(ids))
 

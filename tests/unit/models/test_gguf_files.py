@@ -24,7 +24,7 @@ from specray.errors import ConfigError
 from specray.models.files import resolve_model
 from specray.models.gguf_files import convert_gguf
 from specray.models.gguf_reader import read_gguf
-from specray.models.gguf_tokenizer import PRE_TOKENIZERS
+from specray.models.gguf_tokenizer import PRE_TOKENIZERS, write_tokenizer
 from specray.models.registry import context_length, load_config
 from specray.models.tokenizer import eos_token_ids, load_tokenizer, render_chat
 from tests.support.gguf_toy import HEADS, HIDDEN, KV_HEADS, TOKENS, add_key, tensors, write_gguf
@@ -577,6 +577,23 @@ def test_keys_that_change_the_arithmetic_are_refused(
     convert_gguf(write_gguf(tmp_path / "a.gguf", extra=with_keys({key: harmless})), progress=False)
     with pytest.raises(ConfigError, match=f"llama.{key}={other!r} is not supported"):
         convert_gguf(write_gguf(tmp_path / "b.gguf", extra=with_keys({key: other})), progress=False)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("merges", [1, 2], "has entries of type int instead of str"),
+        ("tokens", [1.5], "has entries of type float instead of str"),
+        ("token_type", ["a"], "has entries of type str instead of int"),
+        ("eos_token_id", "2", "is of type str instead of int"),
+    ],
+)
+def test_settings_of_another_type_are_refused(key: str, value: Any, message: str, tmp_path: Path) -> None:
+    name = f"tokenizer.ggml.{key}"
+    file = read_gguf(write_gguf(tmp_path / "m.gguf"))
+    file.metadata[name] = value
+    with pytest.raises(ConfigError, match=f"{name} {message}"):
+        write_tokenizer(file, tmp_path)
 
 
 def with_keys(keys: dict[str, Any]) -> Callable[[gguf.GGUFWriter], None]:
