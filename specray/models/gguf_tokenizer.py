@@ -169,7 +169,7 @@ def _byte_level(file: GgufFile) -> Any:
 
     pre = _pre_tokenizer(file)
     vocabulary = {token: index for index, token in enumerate(_tokens(file))}
-    merges = [tuple(merge.split(" ")) for merge in _texts(file, "tokenizer.ggml.merges")]
+    merges: Any = [tuple(merge.split(" ")) for merge in _texts(file, "tokenizer.ggml.merges")]
     try:
         tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre.ignores_merges))
     except Exception as error:  # tokenizers raises bare Exception for a bad merge

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from jinja2 import TemplateError
-from tokenizers import Encoding, Tokenizer
+from tokenizers import AddedToken, Encoding, Tokenizer
 
 from specray.errors import ConfigError, InvalidRequestError, is_fault
 from specray.models.template_limits import MAX_COMPILATION_S, MAX_CPU_S, TemplateLimitError, check_length, cpu_limit
@@ -191,9 +191,9 @@ class _ChatEncoder:
         self._backend = backend
 
     @cached_property
-    def _special_ids(self) -> frozenset[int]:
+    def _specials(self) -> dict[int, AddedToken]:
         added = self._backend.get_added_tokens_decoder()
-        return frozenset(token for token, entry in added.items() if entry.special)
+        return {token: entry for token, entry in added.items() if entry.special}
 
     @cached_property
     def _plain(self) -> Tokenizer:
@@ -209,14 +209,17 @@ class _ChatEncoder:
             raise InvalidRequestError("a message is not valid Unicode (a lone surrogate)", "messages") from error
 
     def mentions_special(self, text: str) -> bool:
-        return not self._special_ids.isdisjoint(self.encode(text).ids)
+        return bool(self.marks(self.encode(text), text))
 
     def marks(self, encoding: Encoding, text: str, shift: int = 0) -> list[_Mark]:
-        """Special tokens of an encoded text; their positions are moved by `shift` characters."""
+        """Special tokens that an encoded text spells; their positions are moved by `shift` characters.
+
+        Another text is encoded as one, too, if it has characters that are not in the vocabulary: as the unknown token.
+        """
         found = []
         for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
-            if token in self._special_ids:
-                covered = text[start:end]
+            entry, covered = self._specials.get(token), text[start:end]
+            if entry is not None and (entry.normalized or covered.strip() == entry.content.strip()):
                 left, right = len(covered) - len(covered.lstrip()), len(covered) - len(covered.rstrip())
                 found.append(_Mark(token, start + left + shift, end - right + shift))
         return found

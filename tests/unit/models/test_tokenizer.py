@@ -103,6 +103,17 @@ def test_special_token_in_tool_arguments_is_plain_text() -> None:
         render_chat(tokenizer, hostile_key)
 
 
+@pytest.mark.parametrize("template", [CHATML, TRIMMING, LOOKING])
+def test_characters_outside_of_the_vocabulary_are_no_special_tokens(template: str) -> None:
+    """They are encoded as the unknown token, which is special; here also the line break between names."""
+    letters = {letter: index for index, letter in enumerate("[]<|>abcdehistu")}
+    backend = Tokenizer(models.BPE(vocab={**letters, "<unk>": len(letters)}, merges=[], unk_token="<unk>"))
+    backend.add_special_tokens([AddedToken(token, normalized=False) for token in (*SPECIALS, "<unk>")])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>", chat_template=template)
+    for content in ("a ☂ b", "☂", "a\nb"):
+        assert render_chat(tokenizer, user(content)) == reference(tokenizer, user(content))
+
+
 def test_special_tokens_are_refused_if_the_template_rewrites_messages() -> None:
     tokenizer = toy_tokenizer(LOOKING.replace(" | upper", " | lower"))
     with pytest.raises(InvalidRequestError, match="special token") as raised:
