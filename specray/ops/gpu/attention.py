@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from specray.ops.attention import AttentionBatch, PaddedBatch, as_bytes, pack_paths, write_kv
+from specray.ops.attention import AttentionBatch, PaddedBatch, as_bytes, is_float8, pack_paths, write_kv
 from specray.ops.gpu.attention_kernels import CHUNK, KEYS, attend_tiles, merge_chunks
 from specray.ops.gpu.launches import num_processors, of_float8, starts_early
 from specray.ops.gpu.layers import rotate_and_store
@@ -99,7 +99,8 @@ class TritonAttend:
     def __call__(self, layer: int, q: Tensor, kv: Tensor | None) -> Tensor:
         """See Attend."""
         if kv is not None:
-            write_kv(self._backend.pools[layer], self._written, kv)
+            pool = self._backend.pools[layer]
+            write_kv(pool, self._written, _with_finite_values(kv, pool.dtype))
         return self.read(layer, q)
 
     def rotated(
@@ -201,6 +202,16 @@ class TritonAttend:
                 **kind,
                 **starts_early(q.device),
             )
+
+
+def _with_finite_values(kv: Tensor, stored: torch.dtype) -> Tensor:
+    """kv [T, 2, kv_heads, dim] with zeros for values that are not finite, whose keys are NaN; see `rotate_head`.
+
+    In float8 infinity is stored as the largest number.
+    """
+    keys, values = kv.unbind(1)
+    is_lost = (values.isnan() if is_float8(stored) else ~values.isfinite()).any(-1, keepdim=True)
+    return torch.stack((keys.masked_fill(is_lost, torch.nan), values.masked_fill(is_lost, 0.0)), 1)
 
 
 def _group(layer: LayerAttention) -> int:

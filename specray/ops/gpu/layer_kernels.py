@@ -119,6 +119,19 @@ def rotate_head(
         tl.store(qkv + place, first.to(qkv.dtype.element_ty), mask=is_column)
         tl.store(qkv + place + DIM // 2, second.to(qkv.dtype.element_ty), mask=is_column)
     else:
+        # In an attention tile a value counts 0 times for queries that do not attend to it, and 0 * NaN is NaN. So a
+        # value that is not finite is stored as zeros, and its key as NaN.
+        is_value = head >= Q_HEADS + KV_HEADS
+        of_value = place + tl.where(is_value, 0, KV_HEADS * DIM)
+        value_first = tl.load(qkv + of_value, mask=is_column, other=0.0).to(tl.float32)
+        value_second = tl.load(qkv + of_value + DIM // 2, mask=is_column, other=0.0).to(tl.float32)
+        if MANTISSA:  # no infinity
+            is_lost = (value_first != value_first) | (value_second != value_second)
+        else:
+            is_lost = (value_first - value_first != 0.0) | (value_second - value_second != 0.0)
+        is_lost = tl.max(is_lost.to(tl.int32), 0) > 0
+        first = tl.where(is_lost, tl.where(is_value, 0.0, float("nan")), first)
+        second = tl.where(is_lost, tl.where(is_value, 0.0, float("nan")), second)
         slot = tl.load(slot_mapping + token)
         target = slot * slot_stride + (head - Q_HEADS) * DIM + column
         if MANTISSA:

@@ -8,8 +8,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from specray.ops.attention import Attend, AttentionBatch, PaddedBatch, pack_paths
-from specray.ops.gpu.attention import TritonAttention
+from specray.ops.attention import AttentionBatch, PaddedBatch, pack_paths
+from specray.ops.gpu.attention import TritonAttend, TritonAttention
 from specray.ops.layer_attention import LayerAttention
 from tests.support.triton_loads import bytes_read
 
@@ -47,7 +47,7 @@ class Nodes:
         batch = AttentionBatch([1], [end], slots[None], slots[-1:], [(0, 0)])
         return self.backend(False).plan(batch)(0, self.q[node, None], self.kv[node, None])[0]
 
-    def ragged(self, splits: bool) -> Attend:
+    def ragged(self, splits: bool) -> TritonAttend:
         count, written = len(self.parents), self.slots[self.prefix :]
         kinds = [(count, count)], self.sees[None], self.parents == list(range(-1, count - 1))
         return self.backend(splits).plan(AttentionBatch([count], [len(self.slots)], self.slots[None], written, *kinds))
@@ -104,6 +104,23 @@ def test_a_branch_that_is_not_finite_changes_no_other() -> None:
     expected = torch.stack([nodes.alone(node) for node in (0, 2, 3)])
     nodes.kv[1] = torch.nan
     assert torch.equal(nodes.ragged(False)(0, nodes.q, nodes.kv)[[0, 2, 3]], expected)
+
+
+@pytest.mark.parametrize("is_rotated", [False, True])
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_a_value_that_is_not_finite_changes_no_earlier_node_of_a_chain(number: float, is_rotated: bool) -> None:
+    """They share tiles, in which the value counts 0 times for nodes that do not attend to it: 0 * NaN is NaN."""
+    nodes = Nodes(CHAIN, 4, 16, LayerAttention())
+    expected = torch.stack([nodes.alone(node) for node in range(3)])
+    nodes.kv[3, 1, :, 5] = number
+    for attend in (nodes.ragged(False), nodes.backend(False).plan_padded(nodes.padded())):
+        if is_rotated:  # by nothing
+            cos, sin = torch.ones(len(CHAIN), 1, 16), torch.zeros(len(CHAIN), 1, 16)
+            found = attend.rotated(0, torch.cat((nodes.q, nodes.kv.flatten(1, 2)), 1), cos, sin, None, 1e-5)
+        else:
+            found = attend(0, nodes.q, nodes.kv)
+        assert torch.equal(found[:3], expected)
+        assert not found[3:].isfinite().any()
 
 
 @pytest.mark.parametrize(("parents", "group", "most"), [(CHAIN, 4, 1.0), (CHAIN, 8, 2.0), (TREE, 4, 5.0)])
