@@ -88,6 +88,9 @@ class PromptLogprobs(NamedTuple):
     num_top: int  # alternatives reported per token
 
 
+MADE_UP = "\0warm-up"  # the cache_salt of requests that warm an engine up: nothing is learned from their texts
+
+
 class NewRequest(NamedTuple):
     """A request enters slot `slot`. After preemption `token_ids` includes the tokens generated before it."""
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from specray.config import EngineConfig
 from specray.spec_decode.propose_context import DraftRequest
-from specray.step import UNLIMITED, NewRequest, SamplingOptions, ScheduledRequest, StepPlan
+from specray.step import MADE_UP, UNLIMITED, NewRequest, SamplingOptions, ScheduledRequest, StepPlan
 from specray.worker.remote_drafter.wire import DraftReply, Order, RequestDelta
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 SLOT = 0
 NUM_DECODE_STEPS = 3  # the first one has no drafts yet in graphs, and those of the last one are not verified
-_SALT = "\0warm-up"  # n-grams of these requests are not found for others
 _GREEDY = SamplingOptions(0, 0.0, 1.0, 0, 0.0, 0.0, 0.0, 1.0, [], 0, [], None)
 _SAMPLED = _GREEDY._replace(temperature=1.0)
 _FILTERED = _SAMPLED._replace(top_p=0.9, top_k=20, min_p=0.01)
@@ -50,7 +49,7 @@ class WarmUpSizes(NamedTuple):
         blocks = list(range(1, 1 - (length + behind) // -config.page_size))
         for drafter in [each.name for each in config.speculative.drafters] or [""]:
             for options in OPTIONS:
-                yield NewRequest(SLOT, prompt, length, 0, blocks, options, _SALT, drafter=drafter)
+                yield NewRequest(SLOT, prompt, length, 0, blocks, options, MADE_UP, drafter=drafter)
 
 
 def warm_up(worker: "Worker", config: EngineConfig) -> None:
