@@ -4,11 +4,14 @@ Drafts are accepted at simulated lengths: those of the other parts, and a guess 
 """
 
 import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.gpu.random_model import LLAMA_8B
+import torch
+
+from benchmarks.gpu.random_model import LLAMA_8B, ModelSize
 from benchmarks.gpu.random_model import TINY as TINY_MODEL
-from benchmarks.gpu.report import Cell, Order, Report, requests
+from benchmarks.gpu.report import Cell, Order, Report, in_time, requests
 from benchmarks.gpu.speed import VARIANTS, Speed, Variant, measure
 
 CHAINS = [
@@ -28,24 +31,42 @@ def report(order: Order) -> Report:
     size, chains, batch_sizes, contexts, num_steps = LLAMA_8B, CHAINS, [64, 16, 128], [128, 1024], 40
     if order.is_tiny:
         size, chains, batch_sizes, contexts, num_steps = TINY_MODEL, CHAINS[:2], [2], [8], 3
-    rows, cells = [], []
-    for context in contexts:
-        found: list[Speed] = []
-        with tempfile.TemporaryDirectory() as folder:
-            for each in measure(Path(folder), size, order.device, chains, batch_sizes, num_steps, context, (True,)):
-                found.append(each)
-                rows.append(_row(each, context, gain(each, found)))
-                print(", ".join(rows[-1]), flush=True)  # minutes pass before the table
-        table = f"Gain of chains over plain decoding, 8B model with random weights, context {context:,}"
-        drafted = [each for each in found if each.variant.chain]
-        cells += [
-            Cell(table, each.variant.title, requests(each.batch_size), gain(each, found), "{:.2f}") for each in drafted
-        ]
-        for batch_size in batch_sizes:
-            best = max(gain(each, found) for each in drafted if each.batch_size == batch_size)
-            goal = GOALS.get(context) if batch_size == GOAL_REQUESTS else None
-            cells.append(Cell(table, "best length", requests(batch_size), best, "{:.2f}", goal))
+    found: dict[int, list[Speed]] = {context: [] for context in contexts}
+    rows = []
+    for context, each in in_time(_measured(contexts, size, order.device, chains, batch_sizes, num_steps)):
+        found[context].append(each)
+        rows.append(_row(each, context, gain(each, found[context])))
+        print(", ".join(rows[-1]), flush=True)  # minutes pass before the table
+    cells = [cell for context in contexts for cell in _cells(context, found[context])]
     return Report(HEADERS, rows, 1, f"{size.name}, {num_steps} steps", cells)
+
+
+def _measured(
+    contexts: Sequence[int],
+    size: ModelSize,
+    device: torch.device,
+    chains: Sequence[Variant],
+    batch_sizes: Sequence[int],
+    num_steps: int,
+) -> Iterator[tuple[int, Speed]]:
+    """(context, speed)."""
+    for context in contexts:
+        with tempfile.TemporaryDirectory() as folder:
+            for each in measure(Path(folder), size, device, chains, batch_sizes, num_steps, context, (True,)):
+                yield context, each
+
+
+def _cells(context: int, found: list[Speed]) -> Iterator[Cell]:
+    table = f"Gain of chains over plain decoding, 8B model with random weights, context {context:,}"
+    gains: dict[int, list[float]] = {}  # by batch size
+    for each in found:
+        if each.variant.chain:
+            gained = gain(each, found)
+            gains.setdefault(each.batch_size, []).append(gained)
+            yield Cell(table, each.variant.title, requests(each.batch_size), gained)
+    for batch_size, of_chains in gains.items():
+        goal = GOALS.get(context) if batch_size == GOAL_REQUESTS else None
+        yield Cell(table, "best length", requests(batch_size), max(of_chains), goal=goal)
 
 
 def gain(speed: Speed, found: list[Speed]) -> float:

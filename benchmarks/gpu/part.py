@@ -1,10 +1,11 @@
 """One part of the report, which `python -m benchmarks.gpu` runs in a process of its own.
 
-Prints its table, and writes it at once.
+Prints its table, and writes it at once. A part that is ended by SIGTERM prints and writes what it has measured.
 """
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -14,7 +15,7 @@ from typing import NamedTuple, Self
 import torch
 
 from benchmarks import results
-from benchmarks.gpu.report import Cell, Checkpoints, Order, Report
+from benchmarks.gpu.report import Cell, Checkpoints, Order, OutOfTime, Report
 from specray.tables import format_table
 
 MODULES = {"check": "checks"}  # of parts that are not named like their module; "serve-…" are those of `served_on_ray`
@@ -26,6 +27,7 @@ class Finding(NamedTuple):
     commit: str
     machine: str
     report: Report
+    is_whole: bool = True  # False: its time was over
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
@@ -34,7 +36,7 @@ class Finding(NamedTuple):
             found = json.loads(path.read_text(encoding="utf-8"))
             report = found["report"]
             cells = [Cell(**cell) for cell in report.pop("cells")]
-            return cls(found["commit"], found["machine"], Report(**report, cells=cells))
+            return cls(found["commit"], found["machine"], Report(**report, cells=cells), found["is_whole"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -81,15 +83,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         checkpoints = Checkpoints(options.target, options.eagle2, options.eagle3, options.mt_bench)
     module = "served_on_ray" if name.startswith("serve-") else MODULES.get(name, name)
     order = Order(name, device, is_tiny, options.out, checkpoints)
+    is_whole = True
+
+    def end(number: int, _: object) -> None:
+        nonlocal is_whole
+        is_whole = False
+        signal.signal(number, signal.SIG_IGN)
+        raise OutOfTime(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
     found: Report = import_module(f"benchmarks.gpu.{module}").report(order)
     print(format_table(found.headers, found.rows, found.num_text_columns))
-    print(f"\n{name}: {found.note}; {machine_name(device)}, torch {torch.__version__}", flush=True)
+    ending = "" if is_whole else "OUT OF TIME, not all was measured; "
+    print(f"\n{name}: {ending}{found.note}; {machine_name(device)}, torch {torch.__version__}", flush=True)
     commit = results.commit_here()
-    Finding(commit.rstrip("+"), machine_name(device), found).write(options.out / f"{name}.json")
+    Finding(commit.rstrip("+"), machine_name(device), found, is_whole).write(options.out / f"{name}.json")
     if not is_tiny:
         cells = [results.Result(**cell._asdict(), commit=commit) for cell in found.cells]
         print(f"saved in {results.save(options.machine, cells)}")
-    return int(found.num_failed > 0)
+    return int(found.num_failed > 0 or not is_whole)
 
 
 def machine_name(device: torch.device) -> str:

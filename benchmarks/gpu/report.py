@@ -1,9 +1,17 @@
 """What a part of `python -m benchmarks.gpu` is given, and what it finds: a table, and those figures that are kept."""
 
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
+
+T = TypeVar("T")
+
+
+class OutOfTime(SystemExit):
+    """The time of a part is over, which SIGTERM tells it."""
 
 
 class Checkpoints(NamedTuple):
@@ -49,6 +57,12 @@ class Report(NamedTuple):
     note: str  # printed below the table
     cells: list[Cell]
     num_failed: int = 0  # checks
+
+
+def in_time(found: Iterable[T]) -> Iterator[T]:
+    """What a part finds until its time is over."""
+    with suppress(OutOfTime):
+        yield from found
 
 
 def requests(count: int) -> str:

@@ -23,7 +23,7 @@ import torch
 from benchmarks.gpu.random_model import LLAMA_8B, ModelSize, make_target, write_head
 from benchmarks.gpu.random_model import TINY as TINY_MODEL
 from benchmarks.gpu.rank_process import EPOCH, LOADING_S
-from benchmarks.gpu.report import Cell, Order, Report, requests
+from benchmarks.gpu.report import Cell, Order, Report, in_time, requests
 from benchmarks.gpu.speed import VARIANTS, WARM_UP, Setting, Variant, config_of
 from specray.channel import Channel
 from specray.config import EngineConfig
@@ -63,8 +63,9 @@ class Served(NamedTuple):
 class RankProcess:
     """An Executor over a rank in another process, and its drafter in a third one if it is not the rank's own."""
 
-    def __init__(self, folder: Path, size: ModelSize, config: EngineConfig, has_draft_process: bool) -> None:
-        file, address, drafts = folder / "engine.json", folder / "steps", folder / "drafts"
+    def __init__(self, size: ModelSize, config: EngineConfig, has_draft_process: bool) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        file, address, drafts = (Path(self._folder.name, name) for name in ("engine.json", "steps", "drafts"))
         file.write_text(config.model_dump_json())
         self._processes: list[subprocess.Popen[str]] = []
         try:
@@ -92,6 +93,7 @@ class RankProcess:
         for process in self._processes:
             process.kill()
             process.wait()
+        self._folder.cleanup()
 
     def _start(self, module: str, *arguments: str) -> str:
         """Start a process; the first line that it prints."""
@@ -108,10 +110,9 @@ class RankProcess:
 def report(order: Order) -> Report:
     setting = TINY if order.is_tiny else FULL
     found = []
-    for variant in setting.variants:
-        for each in measure(setting, variant, order.device):
-            found.append(each)
-            print(", ".join(table_rows([each])[0]), flush=True)  # minutes pass before the table
+    for each in in_time(measure(setting, order.device)):
+        found.append(each)
+        print(", ".join(table_rows([each])[0]), flush=True)  # minutes pass before the table
     table = "Engine steps of an 8B model with random weights, as they are served, tokens a second"
     cells = [
         Cell(
@@ -127,32 +128,34 @@ def report(order: Order) -> Report:
     return Report(HEADERS, table_rows(found), 2, "goals are for an H200", cells)
 
 
-def measure(setting: Setting, variant: Variant, device: torch.device) -> Iterator[Served]:
+def measure(setting: Setting, device: torch.device) -> Iterator[Served]:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    for place in PLACES if variant.chain else PLACES[:2]:
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            model = make_target(folder, setting.size, dtype, device)
-            head = write_head(folder / "head", setting.size, dtype, device, model.embedding.weight)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        embedding = make_target(folder, setting.size, dtype, device).embedding.weight
+        head = write_head(folder / "head", setting.size, dtype, device, embedding)
+        for variant in setting.variants:
             sizes = max(setting.batch_sizes), setting.prompt, setting.num_steps
             config = config_of(folder, head, device, variant, True, *sizes)
-            executor: Executor
-            if place == PLACES[0]:
-                worker = start_worker(config, model=model)
-                warm_up(worker, config)
-                worker.capacity = worker.capacity._replace(max_plans=MAX_STARTED)
-                executor = StepLoop(worker)
-                del worker
-            del model  # its memory is for the rank's process
-            gc.collect()
-            if place != PLACES[0]:
-                if device.type == "cuda":
-                    torch.cuda.empty_cache()
-                executor = RankProcess(folder, setting.size, config, place == PLACES[2])
-            with contextlib.closing(executor):
-                engine = Engine(config, executor, load_tokenizer(folder).backend_tokenizer)
-                for batch_size in setting.batch_sizes:
-                    yield _measure(engine, setting, variant, place, batch_size)
+            for place in PLACES if variant.chain else PLACES[:2]:
+                with contextlib.closing(_executor(place, setting.size, config)) as executor:
+                    engine = Engine(config, executor, load_tokenizer(folder).backend_tokenizer)
+                    for batch_size in setting.batch_sizes:
+                        yield _measure(engine, setting, variant, place, batch_size)
+
+
+def _executor(place: str, size: ModelSize, config: EngineConfig) -> Executor:
+    device, folder = torch.device(config.device), Path(config.model)
+    gc.collect()  # the memory of the one before
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    if place != PLACES[0]:
+        return RankProcess(size, config, place == PLACES[2])
+    model = make_target(folder, size, getattr(torch, config.dtype), device)
+    worker = start_worker(config, model=model)
+    warm_up(worker, config)
+    worker.capacity = worker.capacity._replace(max_plans=MAX_STARTED)
+    return StepLoop(worker)
 
 
 def _measure(engine: Engine, setting: Setting, variant: Variant, place: str, batch_size: int) -> Served:

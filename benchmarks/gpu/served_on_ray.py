@@ -23,7 +23,7 @@ import yaml
 from benchmarks.gpu.part import Finding
 from benchmarks.gpu.random_model import LLAMA_8B, ModelSize, write_head, write_target
 from benchmarks.gpu.random_model import TINY as TINY_MODEL
-from benchmarks.gpu.report import Cell, Order, Report, requests
+from benchmarks.gpu.report import Cell, Order, Report, in_time, requests
 from benchmarks.gpu.speed import VARIANTS, Variant
 from specray.bench.exchange import Exchange, exchange, request_bytes
 from specray.bench.ledger import Outcome, ending_of
@@ -32,7 +32,6 @@ from specray.cli.local_server import LocalServer, free_port
 READY_S = 280.0
 BACK_S = 150.0  # for what was killed to run again
 POLL_S = 0.1
-SETTLED_S = 1.0  # after which a stream decodes
 TABLE = "Servers on Ray, 8B model with random weights, over HTTP"
 HEADERS = ["server", "what", "measured", "goal"]
 PLACEMENT_GOAL = 0.95  # tokens/s, colocated / inline
@@ -44,11 +43,14 @@ class Setting(NamedTuple):
     batch_sizes: tuple[int, ...]
     prompt: int  # tokens
     max_tokens: int
-    killed_tokens: int  # of the streams during which a process is killed
+    killed_tokens: int  # of the streams during which a process is killed,
+    settled_s: float  # so long after they began
 
 
-FULL = Setting(LLAMA_8B, {"plain": VARIANTS[0], "chain": VARIANTS[3], "tree": VARIANTS[5]}, (1, 8, 64), 128, 256, 1500)
-TINY = FULL._replace(size=TINY_MODEL, batch_sizes=(1, 2), prompt=8, max_tokens=12, killed_tokens=200)
+FULL = Setting(
+    LLAMA_8B, {"plain": VARIANTS[0], "chain": VARIANTS[3], "tree": VARIANTS[5]}, (1, 8, 64), 128, 256, 1500, 1.0
+)
+TINY = FULL._replace(size=TINY_MODEL, batch_sizes=(1, 2), prompt=8, max_tokens=12, killed_tokens=200, settled_s=0.15)
 
 
 class Load(NamedTuple):
@@ -61,7 +63,7 @@ class Load(NamedTuple):
 
 def report(order: Order) -> Report:
     setting, found = TINY if order.is_tiny else FULL, list[Cell]()
-    for cell in measure(order, setting):
+    for cell in in_time(measure(order, setting)):
         found.append(cell)
         print(", ".join(_row(cell)), flush=True)  # minutes pass before the table
     return Report(HEADERS, [_row(cell) for cell in found], 2, f"prompts of {setting.prompt} tokens", found)
@@ -166,7 +168,7 @@ def _kill(server: LocalServer, setting: Setting, title: str, victim: str) -> Ite
 
     async def killed() -> tuple[Load, float]:
         streams = asyncio.ensure_future(_streams(server.url, setting, setting.batch_sizes[0], setting.killed_tokens))
-        await asyncio.sleep(SETTLED_S)
+        await asyncio.sleep(setting.settled_s)
         pids = _pids(victim)
         for pid in pids:
             os.kill(pid, signal.SIGKILL)

@@ -9,16 +9,19 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 
 from benchmarks.gpu.random_model import LLAMA_8B, ModelSize, make_target, write_head
 from benchmarks.gpu.random_model import TINY as TINY_MODEL
-from benchmarks.gpu.report import Cell, Order, Report, requests
+from benchmarks.gpu.report import Cell, Order, Report, in_time, requests
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.step import UNLIMITED, NewRequest, SamplingOptions, ScheduledRequest, StepPlan
+from specray.worker.buckets import Bucket, buckets
 from specray.worker.startup import start_worker
 from specray.worker.worker import Worker
 
@@ -94,7 +97,7 @@ def report(order: Order) -> Report:
         size, variants, batch_sizes, steps, prompt = TINY_MODEL, TINY_VARIANTS, (1, 2), 3, 8
     found = []
     with tempfile.TemporaryDirectory() as folder:
-        for each in measure(Path(folder), size, order.device, variants, batch_sizes, steps, prompt):
+        for each in in_time(measure(Path(folder), size, order.device, variants, batch_sizes, steps, prompt)):
             found.append(each)
             print(", ".join(table_rows([each])[0]), flush=True)  # minutes pass before the table
     note = f"{size.name}, prompts of {prompt} tokens, {steps} steps; goals are for an H200"
@@ -127,12 +130,24 @@ def measure(
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = make_target(folder, size, dtype, device)
     head = write_head(folder / "head", size, dtype, device)
-    for variant in variants:
-        for in_graphs in graphs:
-            config = config_of(folder, head, device, variant, in_graphs, max(batch_sizes), prompt, num_steps)
-            steps = Steps(start_worker(config, model=model), size, prompt)
-            for batch_size in batch_sizes:
-                yield steps.measure(variant, in_graphs, batch_size, num_steps)
+    with _captured_for(batch_sizes):
+        for variant in variants:
+            for in_graphs in graphs:
+                config = config_of(folder, head, device, variant, in_graphs, max(batch_sizes), prompt, num_steps)
+                steps = Steps(start_worker(config, model=model), size, prompt)
+                for batch_size in batch_sizes:
+                    yield steps.measure(variant, in_graphs, batch_size, num_steps)
+
+
+@contextmanager
+def _captured_for(batch_sizes: Sequence[int]) -> Iterator[None]:
+    """Workers capture no graphs but those of these numbers of requests: a lease of a GPU is short."""
+
+    def wanted(max_rows: int, max_nodes: int) -> list[Bucket]:
+        return [bucket for bucket in buckets(max_rows, max_nodes) if bucket.rows in batch_sizes]
+
+    with mock.patch("specray.worker.decode_graphs.buckets", wanted):
+        yield
 
 
 def config_of(

@@ -1,6 +1,9 @@
 """The report of a GPU, run on a CPU with small sizes."""
 
 import argparse
+import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -109,9 +112,14 @@ def test_the_gain_of_chains_is_that_over_as_many_plain_requests(monkeypatch: pyt
     monkeypatch.setattr(speed, "WARM_UP", 1)
     with recorded_graphs():
         found = depths.report(TINY)
-    (plain, drafted), (chain, best) = shown(found, ["chain", "tokens/s", "gain"]), found.cells
-    assert plain[::2] == ["plain", "1.00"]
-    assert float(drafted[2]) == pytest.approx(float(drafted[1]) / float(plain[1]), rel=0.1)  # rounded
+    (plain, drafted), (chain, best) = shown(found, ["chain", "gain"]), found.cells
+    assert plain == ["plain", "1.00"]
+    assert drafted[1] == f"{chain.value:.2f}"
+    one, two = (
+        speed.Speed(variant, True, 2, rate, 1.0, 1.0, None, None)
+        for variant, rate in ((speed.VARIANTS[0], 2.0), (speed.VARIANTS[1], 3.0))
+    )
+    assert depths.gain(two, [one, two]) == 1.5
     assert (best.row, best.column, best.value) == ("best length", "2 requests", chain.value)
 
 
@@ -177,7 +185,7 @@ def test_a_part_is_not_repeated_on_the_same_machine_at_the_same_commit(
     arguments = ["--parts=environment,check", f"--out={tmp_path}", *TINY_ARGUMENTS]
     assert gpu.main([*arguments, "--minutes=0"]) == 1
     assert parts.runs == []
-    assert "not measured, or with failed checks: environment, check" in capsys.readouterr().err
+    assert "not measured whole, or with failed checks: environment, check" in capsys.readouterr().err
     for _ in range(2):
         assert gpu.main(arguments) == 0
         assert parts.runs == ["environment", "check"]
@@ -218,6 +226,32 @@ def test_a_part_that_takes_too_long_is_ended(tmp_path: Path, capsys: pytest.Capt
     gpu._run("environment", [f"--out={tmp_path}", *TINY_ARGUMENTS], 0.01)
     assert "environment: ended after 0 s" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_part_that_is_ended_keeps_what_it_has_measured_and_is_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def check(*_: object) -> Iterator[dict[str, str]]:
+        yield dict.fromkeys(checks.HEADERS, "yes")
+        os.kill(os.getpid(), signal.SIGTERM)
+        yield dict.fromkeys(checks.HEADERS, "too late")
+
+    monkeypatch.setattr(checks, "check", check)
+    arguments, before = [f"--out={tmp_path}", *TINY_ARGUMENTS], signal.getsignal(signal.SIGTERM)
+    try:
+        assert part.main(["check", *arguments]) == 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    found = part.Finding.read(tmp_path / "check.json")
+    assert found is not None
+    assert not found.is_whole
+    assert [row[-1] for row in found.report.rows] == ["yes"]
+    assert found.report.cells[0].value == 1 / 57
+    assert "OUT OF TIME" in capsys.readouterr().out
+    runs: list[str] = []
+    monkeypatch.setattr(gpu, "_run", lambda name, *_: runs.append(name))
+    assert gpu.main(["--parts=check", *arguments]) == 1
+    assert runs == ["check"]
 
 
 def test_the_parts_fit_into_the_time_of_a_lease() -> None:
