@@ -7,9 +7,11 @@ read as a reply to the current step. Payloads are opaque here.
 import select
 import socket
 import struct
+import time
 
 _HEADER = struct.Struct(">IQ")  # payload length, epoch
 _CHUNK = 1 << 18
+_LEAST_TIMEOUT_S = 1e-6  # with 0.0 a socket does not block, and has other errors
 
 
 class ChannelClosedError(ConnectionError):
@@ -32,12 +34,19 @@ class Channel:
         except OSError as error:
             raise ChannelClosedError(f"cannot send: {error}") from error
 
-    def recv(self, timeout: float | None = None) -> bytes:
+    def recv(self, timeout: float | None = None, spin_s: float = 0.0) -> bytes:
         """The payload of the next frame of this epoch.
 
         Raises ChannelClosedError if the connection is closed, and TimeoutError if nothing arrives for `timeout`
-        seconds; a partial frame is kept for the next call.
+        seconds; a partial frame is kept for the next call. Before it sleeps it polls for `spin_s` seconds, because a
+        process that sleeps is late by tens of microseconds.
         """
+        if spin_s:
+            start = time.monotonic()
+            until = start + (spin_s if timeout is None else min(spin_s, timeout))
+            while not self.poll(0.0) and time.monotonic() < until:
+                pass
+            timeout = None if timeout is None else max(_LEAST_TIMEOUT_S, timeout - (time.monotonic() - start))
         self._socket.settimeout(timeout)
         while True:
             epoch, payload = self._frame()

@@ -97,10 +97,10 @@ class StandaloneDrafter:
         roots = DraftTree.roots(context.roots()) if context.requests else DraftTree.from_lists([], self._device)
         if not (parts := ready + unfinished):
             return roots
-        columns = context.columns(parts, "slot", "start", "end").unbind()
+        bounds = context.bounds_of(parts)
         stops = [part.end for part in parts]
-        kv_slots = context.table.ops.kv_slots(columns[0], None, max(stops))
-        tree = self.draft(ScheduledRows(context, ready, [Reads(parts, columns, kv_slots, stops)]))
+        kv_slots = context.table.ops.kv_slots(bounds[0], None, max(stops))
+        tree = self.draft(ScheduledRows(context, ready, [Reads(parts, bounds, kv_slots, stops)]))
         self._record(context, parts)
         if not ready:
             return roots

@@ -90,10 +90,10 @@ class FrozenKVDrafter:
         if not requests:
             return DraftTree.from_lists([], self._device)
         assert context.aux_hidden_states is not None
-        slots, starts, ends = columns = context.columns(requests, "slot", "start", "end").unbind()
+        slots, starts, ends = bounds = context.bounds_of(requests)
         stops = [request.end for request in requests]
         kv_slots = context.table.ops.kv_slots(slots, None, max(stops))
-        rows = _FrozenRows(context, requests, [Reads(requests, columns, kv_slots, stops)])
+        rows = _FrozenRows(context, requests, [Reads(requests, bounds, kv_slots, stops)])
         states = context.aux_hidden_states.index_select(0, (ends - starts).cumsum(0) - 1).to(self._dtype)
         output = self._model(rows.roots, states, ends, rows.attend_from(self._kv, 1))
         return self._grower.grow(rows, output, ends)

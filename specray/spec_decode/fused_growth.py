@@ -53,8 +53,9 @@ class FusedDrafts:
         shape = context.limited(self._kv.shape, context.requests)
         assert context.aux_hidden_states is not None
         read = context.aux_hidden_states if network.fuses else fuse(context.aux_hidden_states)
-        committed = CommittedTokens(table, count, *context.bounds, read)
-        slots, _, ends = (column[:count] for column in context.bounds)
+        slots, starts, ends = context.bounds
+        committed = CommittedTokens(table, count, slots, starts, ends, read)
+        slots, ends = slots[:count], ends[:count]
         options = self._options(tree_noise(context, context.requests, slots, ends, shape.num_steps))
         return _tree(network.draft(attention, committed, self._limits(shape), options), shape)
 

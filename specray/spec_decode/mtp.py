@@ -169,9 +169,9 @@ class StackDrafter:
             written.update(context.table, requests, starts)
             pairs = zip(requests, starts, strict=True)
             read = [request._replace(start=start) for request, start in pairs if start < request.end]
-            columns = context.columns(read, "slot", "start", "end").unbind() if layer else context.bounds
-            visible = written.visible(context.table, columns[0], read) if read else (columns[0], [])
-            reads.append(Reads(read, columns, *visible))
+            bounds = context.bounds_of(read) if layer else context.bounds
+            visible = written.visible(context.table, bounds[0], read) if read else (bounds[0], [])
+            reads.append(Reads(read, bounds, *visible))
         return reads
 
     def _starts(

@@ -28,6 +28,11 @@ class DraftRequest(NamedTuple):
     draft_limit: DraftLimit  # nodes and levels beyond it will not be verified
 
 
+def bounds_on_host(requests: Sequence[DraftRequest]) -> tuple[list[int], list[int], list[int]]:
+    """Slots, starts and ends."""
+    return [each.slot for each in requests], [each.start for each in requests], [each.end for each in requests]
+
+
 @dataclass(frozen=True, eq=False)
 class ProposeContext:
     """Input for the next step's drafts."""
@@ -46,6 +51,8 @@ class ProposeContext:
     # The trees of `replay` were taken on the device by the next step, which has begun. Drafters only record what they
     # have read.
     are_drafts_taken: bool = False
+
+    known_bounds: Tensor | None = None  # `bounds`, if they are on the device already
 
     @property
     def draft_limits(self) -> list[DraftLimit]:
@@ -74,17 +81,16 @@ class ProposeContext:
         return shape.limited(max(limit.num_steps for limit in limits), max(limit.num_tokens for limit in limits))
 
     @cached_property
-    def bounds(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Slots, starts and ends, each int64 [n] on the device, of `requests` and then `unfinished`."""
-        slots, starts, ends = self.columns(self.requests + self.unfinished, "slot", "start", "end")
-        return slots, starts, ends
+    def bounds(self) -> Tensor:
+        """`bounds_of` of `requests` and then `unfinished`."""
+        known = self.known_bounds
+        return self.bounds_of(self.requests + self.unfinished) if known is None else known
 
     def roots(self) -> Tensor:
         """The last known tokens of `requests`, int64 [B]."""
         slots, _, ends = (column[: len(self.requests)] for column in self.bounds)
         return self.table.tokens_at(slots, ends)
 
-    def columns(self, requests: Sequence[DraftRequest], *names: str) -> Tensor:
-        """Fields of requests, int64 [len(names), n] on the device."""
-        values = [[getattr(request, name) for request in requests] for name in names]
-        return self.table.numbers(*values).view(len(names), -1)
+    def bounds_of(self, requests: Sequence[DraftRequest]) -> Tensor:
+        """`bounds_on_host`, int64 [3, n] on the device."""
+        return self.table.numbers(*bounds_on_host(requests)).view(3, -1)

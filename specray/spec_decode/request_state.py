@@ -49,9 +49,9 @@ class RequestState:
         )
 
 
-def sampling_columns(options: SamplingOptions) -> np.ndarray:
+def sampling_columns(options: SamplingOptions) -> list[int]:
     """The int32 columns of a request's sampling options in the request table."""
     seed = np.array([options.seed], dtype=np.int64).view(np.int32)
     integers = np.array([options.top_k], dtype=np.int32)
     floats = np.array([options.temperature, options.top_p, options.min_p], dtype=np.float32).view(np.int32)
-    return np.concatenate((seed, integers, floats))
+    return [int(column) for column in np.concatenate((seed, integers, floats))]

@@ -7,6 +7,7 @@ A slot is a row of this table; a KV slot is one token's place in the KV pool.
 """
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 import torch
@@ -51,7 +52,7 @@ class RequestTable:
         self.device = device
         # None: changes wait for `flush`.
         self._host_buffer = self._buffer.numpy() if device.type == "cpu" else None
-        self._changes: list[tuple[int, np.ndarray]] = []  # (first place in the buffer, int32 values)
+        self._changes: list[tuple[int, Sequence[int]]] = []  # (first place in the buffer, values)
         self.ops = step_ops(device).table(self.buffer)
 
     def enter(self, new: NewRequest) -> None:
@@ -64,9 +65,9 @@ class RequestTable:
         """Append known tokens and KV blocks."""
         state = self.states[slot]
         if token_ids:
-            self._change(slot, len(state.token_ids), np.array(token_ids, dtype=np.int32))
+            self._change(slot, len(state.token_ids), token_ids)
             state.token_ids += token_ids
-            self._change(slot, 2 * self._width, np.array([len(state.token_ids)], dtype=np.int32))
+            self._change(slot, 2 * self._width, [len(state.token_ids)])
         if block_ids:
             blocks = np.array(block_ids, dtype=np.int32)
             kv_slots = (blocks[:, None] * self.page_size + np.arange(self.page_size, dtype=np.int32)).ravel()
@@ -75,7 +76,7 @@ class RequestTable:
             ]  # the last page may extend beyond the longest request
             start, state.num_kv_slots = state.num_kv_slots, state.num_kv_slots + len(kv_slots)
             self.host_kv_slots[slot, start : state.num_kv_slots] = kv_slots
-            self._change(slot, self._width + start, kv_slots)
+            self._change(slot, self._width + start, kv_slots.tolist())
             state.block_ids += block_ids
 
     def free(self, slot: int) -> None:
@@ -95,11 +96,15 @@ class RequestTable:
         if not changes:
             return self.numbers(*rows)
         extra = np.array(rows, dtype=np.int64)
-        places = [np.arange(first, first + len(values), dtype=np.int32) for first, values in changes]
-        packed = np.concatenate([extra.ravel().view(np.int32), *places, *(values for _, values in changes)])
-        columns, written = torch.from_numpy(packed).to(self.device, non_blocking=True).tensor_split((2 * extra.size,))
-        index, values = written.chunk(2)
-        self._buffer.index_copy_(0, index.long(), values)
+        lengths = np.array([len(values) for _, values in changes])
+        ends = lengths.cumsum()
+        firsts = np.array([first for first, _ in changes], dtype=np.int64) - (ends - lengths)
+        places = np.arange(ends[-1]) + firsts.repeat(lengths)
+        values = np.fromiter(chain.from_iterable(part for _, part in changes), np.int32, len(places))
+        parts = (extra.ravel().view(np.int32), places.view(np.int32), values)
+        packed = torch.from_numpy(np.concatenate(parts)).to(self.device, non_blocking=True)
+        columns, index, written = packed.split_with_sizes([len(part) for part in parts])
+        self._buffer.index_copy_(0, index.view(torch.int64), written)
         if not extra.size:  # an empty array may have strides that no view fits
             return torch.empty(extra.shape, dtype=torch.int64, device=self.device)
         return columns.view(torch.int64).view(extra.shape)
@@ -126,7 +131,7 @@ class RequestTable:
 
         return SamplingBatch([state.sampling for state in states], make_columns)
 
-    def _change(self, slot: int, column: int, values: np.ndarray) -> None:
+    def _change(self, slot: int, column: int, values: Sequence[int]) -> None:
         first = slot * self._row + column
         if self._host_buffer is None:
             self._changes.append((first, values))

@@ -29,7 +29,7 @@ class Reads(NamedTuple):
     """What one layer reads of R requests, those that get a tree first, and the KV that it then has of them."""
 
     requests: Sequence[DraftRequest]  # those from `start` to before `end`
-    columns: Sequence[Tensor]  # their slots, starts and ends, each int64 [R]
+    bounds: Tensor  # int64 [3, R]: their slots, starts and ends
     kv_slots: Tensor  # int64 [R, n]
     kv_lens: list[int]  # how many of them each request has
 
@@ -54,7 +54,7 @@ class ScheduledRows:
         self.context, self.requests, self.count = context, requests, len(requests)
         self._reads = reads
         self.prefixes = list(prefixes) or [self._first(read.kv_slots, read.kv_lens) for read in reads]
-        self.slots, _, self.ends = (column[: self.count] for column in reads[0].columns)
+        self.slots, _, self.ends = (column[: self.count] for column in reads[0].bounds)
 
     @cached_property
     def roots(self) -> Tensor:

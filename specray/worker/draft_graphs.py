@@ -1,13 +1,12 @@
 """CUDA graphs of a drafter that has a step of its own, by number of requests: in its own process, or one of several.
 
-A graph drafts for requests that committed no more tokens than a tree is deep, which is every decode step. What they
-committed lies in rows of fixed length; the rest of a row, and rows behind the requests, are padding.
+A graph drafts for requests that committed no more tokens than a tree is deep, which is every decode step. Rows behind
+the requests are padding.
 """
 
 from collections.abc import Callable, Hashable
 from functools import partial
 
-import numpy as np
 import torch
 
 from specray.ops.graphs import Graphs
@@ -39,9 +38,9 @@ class DraftGraphs:
         self._width = width = 1 + drafter.max_draft_tokens
         self._buckets = draft_row_buckets(max_rows, width)
         rows, size = max(self._buckets, default=0), hidden_size * len(drafter.aux_hidden_state_layers)
-        self._slots = torch.full((rows,), table.padding_slot, dtype=torch.int64, device=table.device)
-        self._counts = torch.zeros(rows, dtype=torch.int64, device=table.device)
-        self._nodes = torch.arange(width, device=table.device).repeat(rows, 1)
+        padding = torch.tensor([table.padding_slot, 0, 0]).to(table.device)  # slot, start, end
+        self._padding = padding[:, None].repeat(1, rows)
+        self._bounds, self._num_loaded = self._padding.clone(), 0
         self._states = torch.zeros(rows * width, size, dtype=dtype, device=table.device)
         self._drafts = TreeBuffers(rows, width, table.device)
 
@@ -62,31 +61,33 @@ class DraftGraphs:
         return None if rows is None else partial(self._replay, context, rows, lengths)
 
     def _replay(self, context: ProposeContext, rows: int, lengths: list[int]) -> DraftTree:
-        self._load(context, lengths)
+        self._load(context)
         states = (context.table.states[request.slot].sampling for request in context.requests)
         self._graphs.replay(self._key(rows, any(state.is_sampled for state in states)))
         return self._drafts.trees(len(lengths))
 
-    def _load(self, context: ProposeContext, lengths: list[int]) -> None:
-        """One copy to the device: slots, numbers of tokens and places of the hidden states."""
-        count = len(lengths)
-        slots = [request.slot for request in context.requests]
-        places = [row * self._width + np.arange(length) for row, length in enumerate(lengths)]
-        packed = torch.from_numpy(np.concatenate((slots, lengths, *places))).to(self._slots.device)
-        self._slots.fill_(self.table.padding_slot)
-        self._slots[:count].copy_(packed[:count])
-        self._counts.fill_(0)
-        self._counts[:count].copy_(packed[count : 2 * count])
+    def _load(self, context: ProposeContext) -> None:
+        """What the graphs read of a step, without waiting for the device. Rows behind the requests are padding."""
+        count = len(context.requests)
+        self._bounds[:, :count].copy_(context.bounds)
+        if count < self._num_loaded:
+            self._bounds[:, count : self._num_loaded].copy_(self._padding[:, count : self._num_loaded])
+        self._num_loaded = count
         if (states := context.aux_hidden_states) is not None and self._states.shape[1]:
-            self._states.index_copy_(0, packed[2 * count :], states)
+            self._states[: len(states)].copy_(states)
 
     def _key(self, rows: int, is_sampled: bool) -> Hashable:
         return "draft", rows, is_sampled, self._name
 
     def _draft(self, rows: int, is_sampled: bool) -> None:
+        slots, starts, ends = self._bounds[:, :rows]
+        counts = ends - starts
+        row, depth = (torch.arange(size, device=slots.device) for size in (rows, self._width))
+        # Places in each row's part of the states, which here lie one behind the other.
+        nodes = (counts.cumsum(0) - counts - row * self._width)[:, None] + depth
         states = self._states[: rows * self._width]
-        rows_of = self.table, self._slots[:rows], self._counts[:rows], self._nodes[:rows]
-        self._drafts.put(self._recorded.draft(PaddedRows(*rows_of, states, is_sampled, num_drafts=self._width - 1)))
+        padded = PaddedRows(self.table, slots, counts, nodes, states, is_sampled, num_drafts=self._width - 1)
+        self._drafts.put(self._recorded.draft(padded))
 
 
 def graphs_of_members(

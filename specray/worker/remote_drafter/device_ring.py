@@ -66,6 +66,9 @@ class DeviceRing:
         self.regions[region][: len(states)].copy_(states)
         self._events[region].record()
 
+    def wait(self) -> None:
+        """The drafter's stream waits."""
+
     def read(self, region: int) -> Tensor:
         """A region, [tokens, width], for work on the current stream."""
         self._events[region].wait()

@@ -29,14 +29,23 @@ class HiddenStateRing:
             flat = torch.frombuffer(mmap.mmap(fd, size), dtype=dtype) if size else torch.empty(0, dtype=dtype)
             self.regions: list[Tensor] = list(flat.view(NUM_REGIONS, tokens, width))
         self._locked = _lock_pages(flat.data_ptr(), size) if size and device.type == "cuda" else None
+        self._written: torch.Event | None = None  # the last region, by a GPU
 
     @property
     def num_tokens(self) -> int:
         return len(self.regions[0])
 
     def write(self, region: int, states: Tensor) -> None:
-        """Copy hidden states [n, width] to the first rows of a region; done when it returns."""
-        self.regions[region][: len(states)].copy_(states)
+        """Copy hidden states [n, width] to the first rows of a region; `wait` for it before the other process reads."""
+        self.regions[region][: len(states)].copy_(states, non_blocking=True)
+        if states.device.type == "cuda":
+            self._written = torch.Event(states.device)
+            self._written.record()
+
+    def wait(self) -> None:
+        """Wait for the last `write`."""
+        if self._written is not None:
+            self._written.synchronize()
 
     def read(self, region: int) -> Tensor:
         """A region, [tokens, width], in the memory of the host."""

@@ -45,6 +45,7 @@ from specray.worker.remote_drafter.wire import (
     Order,
     TargetHandshake,
     pack,
+    spin_seconds,
     unpack_order,
     unpack_target_handshake,
 )
@@ -98,9 +99,10 @@ class DraftServer:
             on_accept()
             decoder = DeltaDecoder(target, self._device, self._table)
             self._group.broadcast_bytes(pack(target))
+            spin_s = spin_seconds(self._device)
             with contextlib.closing(ring):
                 while True:
-                    data = channel.recv()
+                    data = channel.recv(spin_s=spin_s)
                     order = unpack_order(data)
                     region = ring.read(order.region)
                     if self._group.size > 1:

@@ -37,7 +37,7 @@ from specray.worker.remote_drafter.handshake import (
 )
 from specray.worker.remote_drafter.received_trees import ReceivedTrees
 from specray.worker.remote_drafter.ring import NUM_REGIONS, HiddenStateRing, open_file
-from specray.worker.remote_drafter.wire import DeltaEncoder, TargetHandshake, pack, unpack_reply
+from specray.worker.remote_drafter.wire import DeltaEncoder, TargetHandshake, pack, spin_seconds, unpack_reply
 
 FROZEN_S = 3.0  # the drafter is dropped if an order has no reply for this long
 LATE_FACTOR = 4.0  # a step waits this many times the longest of the recent replies' times,
@@ -261,6 +261,7 @@ class _Peer:
         sizes = table.num_slots, table.max_tokens, table.page_size, table.vocab_size
         reply = TargetHandshake(tokens, width, str(limits.dtype).removeprefix("torch."), *sizes, device_ring)
         self._channel.send(pack(reply), SEND_S)
+        self._spin_s = spin_seconds(table.device)
         self._encoder = DeltaEncoder()
         self._free = deque(range(NUM_REGIONS))
         self._unanswered: deque[_Sent] = deque()
@@ -281,8 +282,11 @@ class _Peer:
         self._number += 1
         order = self._encoder.order(self._number, region, context)
         slots = [request.slot for request in context.requests]
+        data = pack(order)
+        if states is not None:
+            self._ring.wait()
         self._unanswered.append(_Sent(self._number, region, slots, set(), time.monotonic()))
-        self._channel.send(pack(order), SEND_S)
+        self._channel.send(data, SEND_S)
 
     def collect(self, pending: ReceivedTrees) -> bool:
         """Put the last order's trees into `pending` once they arrive, waiting at most `_reply_timeout_s`.
@@ -296,7 +300,7 @@ class _Peer:
             is_behind = self._is_late and len(self._unanswered) > 1
             until = 0.0 if is_behind else self._unanswered[-1].time + self._reply_timeout_s()
             try:
-                data = self._channel.recv(max(until - time.monotonic(), _POLL_S))
+                data = self._channel.recv(max(until - time.monotonic(), _POLL_S), self._spin_s)
             except TimeoutError:
                 self._check_frozen()
                 self._is_late = True

@@ -6,6 +6,7 @@ memory (`ring`).
 """
 
 import operator
+import os
 from collections.abc import Callable, Sequence
 from typing import Annotated, NamedTuple
 
@@ -17,13 +18,21 @@ from torch import Tensor
 
 from specray.config import MAX_DRAFTERS
 from specray.spec_decode.draft_tree import NONE, ROOT, DraftTree, TreeLists
-from specray.spec_decode.propose_context import DraftRequest, ProposeContext
+from specray.spec_decode.propose_context import DraftRequest, ProposeContext, bounds_on_host
 from specray.spec_decode.request_table import RequestTable
 from specray.step import DrafterUse, DraftFault, NewRequest
 from specray.worker.remote_drafter.received_trees import ReceivedTree
 
 Score = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+_SPIN_S = 2e-3  # about a step
+_MANY_CORES = 8  # of a process: two of them may be busy with waiting
 _MOST_OF_A_USE = 1e9  # seconds or trees of a step, far above any that is true
+
+
+def spin_seconds(device: torch.device) -> float:
+    """How long each end polls for the next message before it sleeps. On a CPU the other end needs the cores."""
+    has_cores = len(os.sched_getaffinity(0)) >= _MANY_CORES
+    return _SPIN_S if device.type == "cuda" and has_cores else 0.0
 
 
 class TargetHandshake(NamedTuple):
@@ -196,17 +205,27 @@ class DeltaDecoder:
         self._table = table if table is not None and fits else RequestTable(*sizes, device)
 
     def context(self, order: Order, region: Tensor) -> ProposeContext:
-        """Apply an order. `region` [region_tokens, width] holds its hidden states."""
+        """Apply an order, by one copy to the device. `region` [region_tokens, width] holds its hidden states.
+
+        They are copied while the host goes on, so it may be written again once the device has drafted.
+        """
         for slot in order.freed_slots:
             self._table.free(slot)
         for new in order.new_requests:
             self._table.enter(new)
         for delta in order.deltas:
             self._table.extend(*delta)
-        self._table.flush()
-        states = region[: order.num_tokens].to(self._table.device)
-        missed = order.missed_kv_slots
-        return ProposeContext(self._table, order.requests, order.unfinished, lambda: states, missed_kv_slots=missed)
+        requests = order.requests + order.unfinished
+        bounds = self._table.flush(*bounds_on_host(requests))
+        states = region[: order.num_tokens].to(self._table.device, non_blocking=True)
+        return ProposeContext(
+            self._table,
+            order.requests,
+            order.unfinished,
+            lambda: states,
+            order.missed_kv_slots,
+            known_bounds=bounds,
+        )
 
 
 def _is_possible(use: DrafterUse) -> bool:

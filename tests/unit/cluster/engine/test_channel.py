@@ -3,6 +3,7 @@
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -54,3 +55,16 @@ def test_a_closed_connection_raises_in_recv_and_send(pair: tuple[socket.socket, 
         reader.recv(5.0)
     with pytest.raises(ChannelClosedError):
         reader.send(b"x" * 10_000_000)
+
+
+def test_polling_before_it_sleeps_delays_no_frame_and_no_timeout(pair: tuple[socket.socket, socket.socket]) -> None:
+    left, right = Channel(pair[0], 1), Channel(pair[1], 1)
+    for spin_s, delay in ((60.0, 0.02), (0.01, 0.1)):  # the frame comes while it polls, and while it sleeps
+        sender = threading.Timer(delay, left.send, [b"late"])
+        sender.start()
+        assert right.recv(None, spin_s) == b"late"
+        sender.join()
+    start = time.monotonic()
+    with pytest.raises(TimeoutError):
+        right.recv(0.02, 60.0)
+    assert time.monotonic() - start < 30.0
