@@ -161,7 +161,7 @@ def test_the_qwen_config_fits_its_target(tmp_path: Path) -> None:
     assert f"{bytes_per_token // 1024} KB per token" in path.read_text()
     assert engine.context_length is not None
     assert engine.context_length <= sizes["max_position_embeddings"]
-    assert configured_shape(engine.speculative, "Qwen3ForCausalLM") == TreeShape(5, 4, 16)
+    assert configured_shape(engine.speculative, "Qwen3ForCausalLM") == TreeShape(7, 1, 8)
 
 
 @pytest.mark.parametrize(
