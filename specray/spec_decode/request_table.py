@@ -8,6 +8,7 @@ A slot is a row of this table; a KV slot is one token's place in the KV pool.
 
 from collections.abc import Sequence
 from itertools import chain
+from typing import cast
 
 import numpy as np
 import torch
@@ -76,7 +77,7 @@ class RequestTable:
             ]  # the last page may extend beyond the longest request
             start, state.num_kv_slots = state.num_kv_slots, state.num_kv_slots + len(kv_slots)
             self.host_kv_slots[slot, start : state.num_kv_slots] = kv_slots
-            self._change(slot, self._width + start, kv_slots.tolist())
+            self._change(slot, self._width + start, cast("list[int]", kv_slots.tolist()))
             state.block_ids += block_ids
 
     def free(self, slot: int) -> None:
