@@ -4,7 +4,7 @@ Engine options (`specray.config`) are at the top level; those of the HTTP server
 and of scaling are in groups. The HTTP server's host and port belong to Ray Serve: `http_options` in the YAML file.
 """
 
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -18,11 +18,11 @@ from specray.worker.remote_drafter.handshake import DraftPlacement
 class DraftConfig(Options):
     """Where the drafter runs."""
 
-    placement: DraftPlacement = Field(
-        "colocated",
+    placement: Literal["auto"] | DraftPlacement = Field(
+        "auto",
         description="colocated: in a process beside each rank, whose failure does not stop the "
         "engine; separate: the same on a GPU of its own; inline: in the rank's "
-        "process. The output is the same.",
+        "process; auto: inline on a GPU without server.admin_key_file, colocated elsewhere. The output is the same.",
     )
     cpus: float = Field(
         0.1,
@@ -165,31 +165,38 @@ class AppConfig(ServingConfig):
 
     def draft_ranks(self, speculative: SpeculativeConfig) -> int:
         """See ServingConfig. A draft model is split like the target, unless it has a GPU of its own."""
-        is_split = self.draft.placement != "separate" and splits_draft_models(speculative)
+        is_split = self.draft_placement != "separate" and splits_draft_models(speculative)
         return self.tp_size if is_split else super().draft_ranks(speculative)
+
+    @property
+    def draft_placement(self) -> DraftPlacement:
+        """`draft.placement`, and what `auto` is with this device: inline is faster on a GPU (docs/benchmarks.md)."""
+        if self.draft.placement != "auto":
+            return self.draft.placement
+        return "inline" if self.device == "cuda" and self.server.admin_key_file is None else "colocated"
 
     @property
     def has_draft_actor(self) -> bool:
         """Whether drafters run in separate processes, or may do so later (`replaces_drafters`)."""
         is_wanted = self.speculative.has_drafter or self.replaces_drafters
-        return is_wanted and self.draft.placement != "inline"
+        return is_wanted and self.draft_placement != "inline"
 
     @property
     def has_draft_gpu(self) -> bool:
         """Whether drafters have a bundle of their own, with a GPU where ranks have one."""
-        return self.has_draft_actor and self.draft.placement == "separate"
+        return self.has_draft_actor and self.draft_placement == "separate"
 
     @property
     def replaces_drafters(self) -> bool:
         """Whether an operator can replace the drafter while serving."""
-        return self.server.admin_key_file is not None and self.draft.placement != "inline"
+        return self.server.admin_key_file is not None and self.draft_placement != "inline"
 
     @property
     def fixed_drafter(self) -> str:
-        if self.draft.placement != "inline":
+        if self.draft_placement != "inline":
             return ""
         return (
-            f"draft.placement={self.draft.placement}: the drafter runs in the target's process and cannot be replaced; "
+            f"draft.placement={self.draft_placement}: the drafter runs in the target's process and cannot be replaced; "
             "deploy with draft.placement=colocated or separate to replace drafters while serving"
         )
 

@@ -235,7 +235,7 @@ class RayExecutor:
 
     def _endpoint(self, config: AppConfig) -> DraftEndpoint:
         draft = config.draft
-        return DraftEndpoint(f"{self._folder.name}/drafts", self._epoch, draft.placement, draft.cuda_ipc)
+        return DraftEndpoint(f"{self._folder.name}/drafts", self._epoch, config.draft_placement, draft.cuda_ipc)
 
     def _add_drafter(self, config: AppConfig, supervisor: DrafterSupervisor, spans_nodes: bool) -> None:
         """Start the drafter."""

@@ -5,6 +5,8 @@ drafts with a part of a draft model; a drafter without a model is in bundle 0. O
 (`draft.placement: separate`) has another bundle behind those of the ranks.
 """
 
+import logging
+
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -14,6 +16,8 @@ from specray.config import with_values
 from specray.errors import EngineDeadError
 
 PLACEMENT_TIMEOUT_S = 60.0
+
+logger = logging.getLogger(__name__)
 
 Bundle = dict[str, float]
 
@@ -64,11 +68,19 @@ def draft_resources(config: AppConfig, with_gpus: bool) -> Bundle:
 def decide_device(config: AppConfig) -> AppConfig:
     """The configuration with GPUs instead of `device: auto` if the cluster has any, and with CPUs otherwise.
 
-    It is decided once, for the bundles, the router and the ranks: a rank without a bundle's GPU would see all of them.
+    So is `draft.placement: auto`, which depends on the device. Both are decided once, for the bundles, the router and
+    the ranks: a rank without a bundle's GPU would see all of them.
     """
-    if config.device != "auto":
+    if config.device == "auto":
+        has_gpus = ray.is_initialized() and _cluster_gpus() > 0
+        config = with_values(config, device="cuda" if has_gpus else "cpu")
+    if config.draft.placement != "auto":
         return config
-    return with_values(config, device="cuda" if ray.is_initialized() and _cluster_gpus() > 0 else "cpu")
+    decided = config.draft_placement
+    if config.speculative.has_drafter:
+        reason = "server.admin_key_file" if config.server.admin_key_file is not None else f"device: {config.device}"
+        logger.info("draft.placement: auto is %s with %s", decided, reason)
+    return with_values(config, draft=with_values(config.draft, placement=decided))
 
 
 def uses_gpus(config: AppConfig) -> bool:

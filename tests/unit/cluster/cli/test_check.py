@@ -40,6 +40,7 @@ def test_a_plan_lists_the_processes_of_every_bundle() -> None:
             "device": "cuda",
             "tp_size": 2,
             "speculative": {"algorithm": "NGRAM"},
+            "draft": {"placement": "colocated"},
             "server": {"num_replicas": 3, "num_ingress_replicas": 2, "rank_cpus": 1, "router_cpus": 0.5},
         }
     )

@@ -74,6 +74,26 @@ def test_a_draft_model_is_split_over_actors_beside_the_ranks() -> None:
     assert [each.draft_ranks(each.speculative) for each in (config, inline, separate(speculative=head))] == [2, 2, 1]
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"device": "cuda"}, "inline"),
+        ({"device": "cuda", "server": {"admin_key_file": "/keys"}}, "colocated"),
+        ({"device": "cpu"}, "colocated"),
+        ({"device": "cuda", "draft": {"placement": "separate"}}, "separate"),
+    ],
+)
+def test_a_drafter_runs_in_its_rank_on_a_gpu_unless_it_may_be_replaced(
+    options: dict[str, object], expected: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = AppConfig.model_validate({"speculative": {"algorithm": "NGRAM"}} | options)
+    with caplog.at_level("INFO"):
+        decided = decide_device(config)
+    assert decided.draft.placement == decided.draft_placement == expected  # what /server_info shows
+    assert config.has_draft_actor == decided.has_draft_actor == (expected != "inline")
+    assert bool(caplog.records) == (config.draft.placement == "auto")
+
+
 def test_two_separate_drafters_share_their_gpu_while_one_replaces_the_other() -> None:
     config = separate(server={"admin_key_file": "/keys"})
     assert draft_resources(config, with_gpus=True) == {"CPU": 0.25, "GPU": 0.5}
