@@ -139,9 +139,9 @@ def random_tree(root: int, rng: np.random.Generator, seed: int, length: int) -> 
 def coupled_chain(root: int, rng: np.random.Generator, seed: int, length: int) -> TreeLists:
     """A good drafter: nearly the target's distribution, and the target's noise."""
     tokens = [root]
-    for position in range(length, length + 3):
-        scores = MARKOV[tokens[-1]] + 0.3 * torch.from_numpy(rng.normal(size=VOCAB_SIZE)).float()
-        tokens.append(int((scores + noise_of([seed], [position], VOCAB_SIZE)[0]).argmax()))
+    errors = 0.3 * rng.normal(size=(3, VOCAB_SIZE))
+    for change in errors + noise_of([seed] * 3, [length, length + 1, length + 2], VOCAB_SIZE).numpy():
+        tokens.append(int((MARKOV[tokens[-1]].numpy() + change).argmax()))
     return TreeLists(tokens, [NONE, 0, 1, 2])
 
 
