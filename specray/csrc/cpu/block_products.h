@@ -13,8 +13,10 @@ namespace specray {
 // Rows whose sums fit into registers, more or less.
 #if defined(SPECRAY_AVX512)
 constexpr int MAX_QUANTISED = 8, MAX_FLOATS = 8, MAX_CODED = 8, MAX_PAIRS = MULTIPLIES_PAIRS ? 14 : 8;
+constexpr int MAX_HALVES = 8, MOST_SUMS = 24;
 #else
 constexpr int MAX_QUANTISED = 4, MAX_FLOATS = 6, MAX_CODED = 4, MAX_PAIRS = 6;
+constexpr int MAX_HALVES = 6, MOST_SUMS = 12;
 #endif
 
 // The same for quantised weights and activations of `numbers` numbers of 8 bits each.
@@ -23,6 +25,7 @@ constexpr int most_quantised(int numbers) { return MULTIPLIES_WORDS ? MAX_QUANTI
 // Rows that `tile_of` multiplies at a time.
 inline int most_rows(const Matrix& matrix) {
   if (matrix.kind == BFLOAT16) return MAX_PAIRS;
+  if (form_of(matrix) == Form::LARGE) return MAX_HALVES;
   if (is_coded(matrix.kind)) return MAX_CODED;
   if (!is_quantised(matrix.kind)) return MAX_FLOATS;
   return most_quantised(form_of(matrix) == Form::FINE_BYTES ? 2 : 1);
@@ -424,6 +427,75 @@ inline void rounded_tile(
     for (int n = 0; n < N; ++n) store(out[r] + n * WIDTH, sums[r][n]);
 }
 
+// The products of R rows with the inputs from `begin` to `end`, added to the sums of their pairs' inputs FIRST (0 or 1) to
+// LAST.
+template <int R, int FIRST, int LAST>
+[[gnu::always_inline]] inline void add_floats(
+    const float* const (&x)[R], int begin, int end, const uint8_t* codes, Fetch& fetch, Floats (&sums)[2][R][N]) {
+  typedef Decoder<E4M3> Decode;
+  constexpr int STEP = N * Decode::BYTES, PAIRS = 2;
+  Floats parts[2][R][N];
+  for (int input = FIRST; input <= LAST; ++input)
+    for (int r = 0; r < R; ++r)
+      for (int n = 0; n < N; ++n) parts[input][r][n] = sums[input][r][n];
+#pragma GCC unroll 1
+  for (int i = begin; i < end; i += 2 * PAIRS) {
+    if (FIRST == 0) fetch.advance(PAIRS * STEP);
+#pragma GCC unroll 2
+    for (int pair = 0; pair < PAIRS; ++pair, codes += STEP) {
+      Halves both[N];
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) both[n] = Decode(codes + n * Decode::BYTES).pair(0);
+#pragma GCC unroll 2
+      for (int input = FIRST; input <= LAST; ++input) {
+        Floats w[N];
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) w[n] = Decode::number(both[n], input == 1);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+          for (int n = 0; n < N; ++n) parts[input][r][n] += w[n] * x[r][i + 2 * pair + input];
+        }
+      }
+    }
+  }
+  for (int input = FIRST; input <= LAST; ++input)
+    for (int r = 0; r < R; ++r)
+      for (int n = 0; n < N; ++n) sums[input][r][n] = parts[input][r][n];
+}
+
+// `coded_tile` for e4m3 where a group is scaled once it is summed. First and second inputs of pairs have sums of their own:
+// with one row, additions to a single sum would wait for each other.
+template <int R>
+inline void summed_tile(const Matrix& matrix, const uint8_t* block, const Rows& rows, int first, Fetch fetch, Tile& out) {
+  constexpr int PART = 128;  // inputs whose weights stay in the nearest cache
+  constexpr int STEP = N * Decoder<E4M3>::BYTES;
+  const uint8_t* codes = block + first_weight(matrix);
+  const float* x[R];
+  for (int r = 0; r < R; ++r) x[r] = rows.floats(first + r);
+  Floats totals[R][N] = {};
+  for (int begin = 0, number = 0; begin < matrix.ins; begin += matrix.group, ++number) {
+    const CodedGroup<E4M3> group(matrix, block, number);
+    const int group_end = std::min(matrix.ins, begin + matrix.group);
+    Floats sums[2][R][N] = {};
+    for (int i = begin; i < group_end; i += PART) {
+      const int end = std::min(group_end, i + PART);
+      const uint8_t* part = codes + int64_t(i / 2) * STEP;
+      if constexpr (2 * R * N <= MOST_SUMS) {
+        add_floats<R, 0, 1>(x, i, end, part, fetch, sums);
+      } else {
+        add_floats<R, 0, 0>(x, i, end, part, fetch, sums);
+        add_floats<R, 1, 1>(x, i, end, part, fetch, sums);
+      }
+    }
+    for (int r = 0; r < R; ++r)
+      for (int n = 0; n < N; ++n)
+        totals[r][n] += (sums[0][r][n] + sums[1][r][n]) * (group.scale[n] * (1.0f / Rows::ENLARGED));
+  }
+  for (int r = 0; r < R; ++r)
+    for (int n = 0; n < N; ++n) store(out[r] + n * WIDTH, totals[r][n]);
+}
+
 // Calls `work` with a coded kind as a constant, of which one stands for those with and without zeros.
 template <class Work>
 inline void with_code(int kind, const Work& work) {
@@ -457,12 +529,17 @@ inline void tile_of(
       });
     });
   }
+  if (form_of(matrix) == Form::LARGE) {
+    return with_rows<MAX_HALVES>(count, [&](auto num_rows) {
+      summed_tile<num_rows.value>(matrix, block, rows, first, fetch, out);
+    });
+  }
   if (is_coded(matrix.kind)) {
     return with_code(matrix.kind, [&](auto kind) {
       with_rows<MAX_CODED>(count, [&](auto num_rows) {
         constexpr int R = num_rows.value, KIND = kind.value;
         if constexpr (KIND != E4M3)
-          if (matrix.rounds_rows) return rounded_tile<R, KIND>(matrix, block, rows, first, fetch, out);
+          if (matrix.is_half) return rounded_tile<R, KIND>(matrix, block, rows, first, fetch, out);
         coded_tile<R, KIND>(matrix, block, rows, first, fetch, out);
       });
     });

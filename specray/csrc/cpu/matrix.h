@@ -10,7 +10,7 @@
 // Coded weights are those of quantised checkpoints as they are stored, w = scale * (code - zero), for groups of inputs.
 // They become float32 in registers, where they are multiplied like weights of float32: nothing is rounded. In a model of
 // 16 bits, integers are multiplied with activations that are rounded to 16 bits in groups of 32, and products are summed
-// exactly.
+// exactly. There, floats of 8 bits are scaled after the sum of a group.
 #pragma once
 
 #include "rows.h"
@@ -47,7 +47,7 @@ struct Matrix {
   int32_t zero;  // of quantised weights; 0 if they have lows
   int32_t group;       // inputs that share a scale of coded weights, a multiple of 16 unless there is one group
   int32_t scale_type;  // of coded weights
-  int32_t rounds_rows;  // whether activations of coded weights are rounded to 16 bits
+  int32_t is_half;  // whether coded weights are those of a model of 16 bits
   const uint8_t* data;
   const float* bias;  // [outs], or null
 };
@@ -118,7 +118,8 @@ inline Form form_of(const Matrix& matrix) {
   if (is_quantised(kind) && kind < Q8) return Form::BYTES;
   if (is_quantised(kind)) return MULTIPLIES_WORDS ? Form::WORDS : kind == Q8_ROUGH ? Form::BYTES : Form::FINE_BYTES;
   if (kind == BFLOAT16) return MULTIPLIES_PAIRS ? Form::PAIRS : Form::ROUNDED;
-  return matrix.rounds_rows ? Form::WORDS : Form::FLOATS;
+  if (!matrix.is_half) return Form::FLOATS;
+  return kind == E4M3 ? Form::LARGE : Form::WORDS;
 }
 
 inline int num_groups(const Matrix& matrix) { return (matrix.ins + matrix.group - 1) / matrix.group; }

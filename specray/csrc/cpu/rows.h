@@ -15,10 +15,15 @@ inline int padded(int ins) { return (ins + GROUP - 1) / GROUP * GROUP; }
 
 constexpr float FINE_STEPS = 254.0f;  // steps of the second number in one of the first
 
-enum class Form { FLOATS, ROUNDED, PAIRS, BYTES, FINE_BYTES, WORDS };  // ROUNDED: floats with bfloat16's precision
+// ROUNDED: floats with bfloat16's precision. LARGE: floats times `Rows::ENLARGED`.
+enum class Form { FLOATS, ROUNDED, LARGE, PAIRS, BYTES, FINE_BYTES, WORDS };
 
 class Rows {
  public:
+  // Times weights of e4m3 before their scale, which are 2^120 times too small, this gives normal numbers. Activations of
+  // 2^68 become infinite.
+  static constexpr float ENLARGED = 0x1p60f;
+
   Rows(Form form, int count, int ins) : form_(form), ins_(ins), wide_(padded(ins)) {
     if (has_groups()) {
       scales_.resize(int64_t(count) * wide_ / GROUP);
@@ -49,7 +54,7 @@ class Rows {
       return;
     }
     float* to = floats_.data() + int64_t(row) * wide_ + first;
-    std::copy(x, x + count, to);
+    for (int i = 0; i < count; ++i) to[i] = form_ == Form::LARGE ? x[i] * ENLARGED : x[i];
     if (form_ == Form::ROUNDED) {
       for (int i = 0; i < count; ++i) {
         bfloat16 rounded;
@@ -71,7 +76,7 @@ class Rows {
         if (form_ == Form::FINE_BYTES) to[i] += bytes(row, 1)[i] / FINE_STEPS;
         to[i] *= scales(row)[i / GROUP];
       } else {
-        to[i] = floats(row)[i];
+        to[i] = form_ == Form::LARGE ? floats(row)[i] / ENLARGED : floats(row)[i];
       }
     }
   }

@@ -94,17 +94,16 @@ def _struct_of(weights: list[Weight]) -> MatrixStruct:
     kind, weight = kind_of(*weights), weights[0]
     if isinstance(weight, QuantisedWeight):
         scale_type = _E8M0 if weight.scales.dtype is torch.uint8 else FLOAT_TYPES[weight.scales.dtype]
-        return MatrixStruct(
-            kind, group=weight.group, scale_type=scale_type, rounds_rows=all(map(_rounds_rows, weights))
-        )
+        is_half = all(map(_computes_in_half, weights))
+        return MatrixStruct(kind, group=weight.group, scale_type=scale_type, is_half=is_half)
     return MatrixStruct(kind, zero=weight.zero if isinstance(weight, GroupedWeight) and kind not in _WITH_LOWS else 0)
 
 
-def _rounds_rows(weight: Weight) -> bool:
-    """Whether activations are rounded to 16 bits, so that products are those of integers."""
-    if not isinstance(weight, QuantisedWeight) or weight.code == E4M3:
+def _computes_in_half(weight: Weight) -> bool:
+    """Whether the kernels for models of 16 bits can read the weight."""
+    if not isinstance(weight, QuantisedWeight) or weight.dtype is torch.float32:
         return False
-    return weight.dtype is not torch.float32 and (weight.group % GROUP == 0 or weight.group >= weight.ins)
+    return weight.code == E4M3 or weight.group % GROUP == 0 or weight.group >= weight.ins
 
 
 def _blocks(kernels: Kernels, struct: MatrixStruct, weights: list[Weight]) -> Tensor:

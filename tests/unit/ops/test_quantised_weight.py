@@ -46,6 +46,17 @@ def test_models_of_16_bits_round_activations_to_16_bits(name: str) -> None:
         assert all(torch.equal(run(x[:count]), y[:count]) for count in (1, 2, 4)), weight
 
 
+@pytest.mark.skipif(kernels() is None, reason="torch's sums depend on the number of rows")
+@pytest.mark.parametrize("size", [1e-12, 1.0, 1e9])
+def test_models_of_16_bits_scale_the_sums_of_fp8(size: float) -> None:
+    for weight in weights(E4M3):
+        run, x = make_linear(weight.to(weight.device, torch.bfloat16)), size * torch.randn(13, weight.ins)
+        y, exact = run(x), x.double() @ weight.float().double().t()
+        assert not torch.equal(y, make_linear(weight)(x))
+        assert ((y.double() - exact).abs() <= 2**-20 * (x.abs() @ weight.float().abs().t())).all(), weight
+        assert all(torch.equal(run(x[:count]), y[:count]) for count in range(1, 13)), weight
+
+
 @pytest.mark.parametrize("name", CODES)
 def test_products_are_those_of_float64(name: str) -> None:
     for weight in weights(CODES[name]):
@@ -56,14 +67,15 @@ def test_products_are_those_of_float64(name: str) -> None:
         torch.testing.assert_close(gated.double(), torch.nn.functional.silu(exact) * exact, rtol=1e-4, atol=0.1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CODES)
-def test_every_code_stands_for_its_number(name: str) -> None:
+def test_every_code_stands_for_its_number(name: str, dtype: torch.dtype) -> None:
     """By the identity matrix, and from the definitions of the formats."""
     code = CODES[name]
     wide = 256 if code.bits == 8 else 16
     numbers = torch.arange(wide, dtype=torch.uint8)
     codes = numbers if code.bits == 8 else numbers[::2] | numbers[1::2] << 4
-    weight = QuantisedWeight(code, wide, wide, codes[None].contiguous(), torch.ones(1, 1))
+    weight = QuantisedWeight(code, wide, wide, codes[None].contiguous(), torch.ones(1, 1), dtype=dtype)
     expected = torch.tensor([_number(code, place) for place in range(wide)])
     assert torch.equal(weight.float()[0][: len(expected)].nan_to_num(480.0), expected.nan_to_num(480.0))
     products = make_linear(weight)(torch.eye(wide))[:, 0]
