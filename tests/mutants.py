@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 AUDIT = "tests/unit/engine/test_audit.py"
+IN_GRAPHS = "tests/lossless/test_states.py -k graphs_leave and qwen3_5"
 COPIED = ("cluster", "specray", "tests", "benchmarks", "configs", "deploy", "docs", "examples", "pyproject.toml")
 
 
@@ -231,6 +232,48 @@ MUTANTS = (
         "            self.forget(next(iter(self._rows)))\n",
         "            self._free.append(next(iter(self._rows.values())))\n",
         "tests/unit/engine/test_scheduler.py",
+    ),
+    Mutant(
+        "graphs of states: accepted drafts are not committed",
+        "specray/worker/state_pool.py",
+        "num_kept(outcome) - 1, 0).clamp(min=0)",
+        "num_kept(outcome) - 1, 0).clamp(max=0)",
+        IN_GRAPHS,
+    ),
+    Mutant(
+        "graphs of states: the last accepted draft is not committed",
+        "specray/worker/state_pool.py",
+        "num_kept(outcome) - 1, 0).clamp(min=0)",
+        "num_kept(outcome) - 2, 0).clamp(min=0)",
+        IN_GRAPHS,
+    ),
+    Mutant(
+        "graphs of states: roots are committed again",
+        "specray/worker/state_pool.py",
+        "nodes_of(outcome)[:, 1:].clamp",
+        "nodes_of(outcome)[:, :-1].clamp",
+        IN_GRAPHS,
+    ),
+    Mutant(
+        "graphs of states: the drafts of another request are committed",
+        "specray/worker/state_pool.py",
+        "[:, None] * width + nodes",
+        "[:, None] * 0 + nodes",
+        IN_GRAPHS,
+    ),
+    Mutant(
+        "graphs of states: rejected drafts stay",
+        "specray/worker/state_pool.py",
+        "PaddedStateRows(slots, is_request.long(), lengths <= 1",
+        "PaddedStateRows(slots, is_request.long() * width, lengths <= 1",
+        IN_GRAPHS,
+    ),
+    Mutant(
+        "graphs of states: those stored behind accepted drafts are stored a token too late",
+        "specray/worker/state_pool.py",
+        "self._copies[:count, 1 : 1 + nodes.shape[1]]",
+        "self._copies[:count, : nodes.shape[1]]",
+        IN_GRAPHS,
     ),
     Mutant(
         "headers: a request ID that is not text reaches Serve's proxy",

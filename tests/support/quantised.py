@@ -200,6 +200,21 @@ METHODS: dict[str, Method] = {
 }
 
 
+# Groups as checkpoints of this size have them: 64 inputs divide the 576 of SmolLM2-135M, and 128 do not.
+FORMATS: dict[str, Method] = {
+    "fp8 (128 x 128)": Method(
+        METHODS["fp8 in blocks"].config | {"weight_block_size": [128, 128]}, lambda weights: fp8_blocks(weights, 128)
+    ),
+    "fp8 (channels)": METHODS["compressed fp8"],
+    "AWQ": Method(_AWQ | {"group_size": 64}, lambda weights: awq(weights, 64)),
+    "GPTQ": Method(_gptq_config(4, 64), lambda weights: gptq(weights, 4, 64, True, False, 1)),
+    "compressed-tensors int4": Method(
+        _compressed("pack-quantized", num_bits=4, strategy="group", group_size=32),
+        lambda weights: compressed_ints(weights, 4, 32, symmetric=True),
+    ),
+}
+
+
 def quantise_model(source: Path, folder: Path, method: Method) -> Path:
     """Quantise the linear layers of the model in `source` into `folder`; the weights in `source` become theirs."""
     stored: Tensors = {}
