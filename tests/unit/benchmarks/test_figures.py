@@ -5,12 +5,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as figures
-from benchmarks import budget, drafters, eagle, results
+from benchmarks import budget, drafters, eagle, quantised, results
 from benchmarks.figure import QUICK, Effort, Figure, Section, mt_bench_prompts
 from specray.bench.measure import Settings
-from specray.config import SpeculativeConfig
+from specray.config import EMBEDDED_MODEL, SpeculativeConfig
 from specray.errors import ConfigError
 from specray.outputs import RequestUsage
+from tests.support.quantised import FORMATS
 from tests.unit.bench.scripted import ScriptedSession
 
 SPEEDS = {"plain": 10.0, "eagle3": 20.0, "eagle2": 15.0, "eagle2-frspec": 18.0}
@@ -216,6 +217,23 @@ def test_int8_is_measured_in_rounds_beside_bfloat16(monkeypatch: pytest.MonkeyPa
     asked = [[prompt.id for prompt in prompts] for _, prompts, _ in sessions[None].calls]
     assert [len(part) for part in asked] == [2, 2, 2]
     assert asked == [[prompt.id for prompt in prompts] for _, prompts, _ in sessions["int8"].calls]
+
+
+def test_quantised_checkpoints_are_measured_beside_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All answer each prompt in turn, and drafts are compared with plain decoding of the same checkpoint."""
+    speeds, sessions = {"plain": 10.0, "eagle3": 20.0, "ngram": 30.0}, []
+
+    def session(model: str) -> ScriptedSession:
+        factor = 1.0 if model == EMBEDDED_MODEL else 2.0
+        sessions.append(ScriptedSession(lambda variant, _: factor * speeds[variant]))
+        return sessions[-1]
+
+    monkeypatch.setattr(quantised, "_session", session)
+    monkeypatch.setattr(quantised, "_write", lambda _, folder: folder)
+    rows = list(quantised.measure(QUICK, {"quantised"}))
+    assert [row.measured for row in rows] == pytest.approx([2.0, 2.0, 3.0] * len(FORMATS))
+    assert all(row.is_reached for row in rows)
+    assert len({repr([call[1:] for call in each.calls]) for each in sessions}) == 1
 
 
 def test_both_ngram_variants_are_measured_on_every_kind_of_text(monkeypatch: pytest.MonkeyPatch) -> None:
