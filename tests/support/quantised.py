@@ -79,7 +79,8 @@ class Grouped(NamedTuple):
     @property
     def weights(self) -> np.ndarray:
         scales, zeros = self.scales.astype(np.float64)[:, self.groups], self.zeros[:, self.groups]
-        return scales * (self.ints.astype(np.int64) - zeros)
+        weights: np.ndarray = scales * (self.ints.astype(np.int64) - zeros)
+        return weights
 
 
 def grouped(weights: np.ndarray, bits: int, size: int, symmetric: bool, groups: np.ndarray | None = None) -> Grouped:
@@ -200,19 +201,25 @@ METHODS: dict[str, Method] = {
 }
 
 
-# Groups as checkpoints of this size have them: 64 inputs divide the 576 of SmolLM2-135M, and 128 do not.
-FORMATS: dict[str, Method] = {
-    "fp8 (128 x 128)": Method(
-        METHODS["fp8 in blocks"].config | {"weight_block_size": [128, 128]}, lambda weights: fp8_blocks(weights, 128)
-    ),
-    "fp8 (channels)": METHODS["compressed fp8"],
-    "AWQ": Method(_AWQ | {"group_size": 64}, lambda weights: awq(weights, 64)),
-    "GPTQ": Method(_gptq_config(4, 64), lambda weights: gptq(weights, 4, 64, True, False, 1)),
-    "compressed-tensors int4": Method(
-        _compressed("pack-quantized", num_bits=4, strategy="group", group_size=32),
-        lambda weights: compressed_ints(weights, 4, 32, symmetric=True),
-    ),
-}
+def published(group: int) -> dict[str, Method]:
+    """Methods with blocks as published checkpoints have them, and groups of so many inputs."""
+    return {
+        "fp8 in blocks": Method(
+            METHODS["fp8 in blocks"].config | {"weight_block_size": [128, 128]},
+            lambda weights: fp8_blocks(weights, 128),
+        ),
+        "fp8 of a tensor": METHODS["fp8 of a tensor"],
+        "fp8 of channels": METHODS["compressed fp8"],
+        "awq": Method(_AWQ | {"group_size": group}, lambda weights: awq(weights, group)),
+        "gptq": Method(_gptq_config(4, group), lambda weights: gptq(weights, 4, group, True, False, 1)),
+        "gptq with zeros": Method(
+            _gptq_config(4, group, sym=False), lambda weights: gptq(weights, 4, group, False, False, 1)
+        ),
+        "compressed int4": Method(
+            _compressed("pack-quantized", num_bits=4, strategy="group", group_size=group),
+            lambda weights: compressed_ints(weights, 4, group, symmetric=True),
+        ),
+    }
 
 
 def quantise_model(source: Path, folder: Path, method: Method) -> Path:

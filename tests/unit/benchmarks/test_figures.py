@@ -11,7 +11,6 @@ from specray.bench.measure import Settings
 from specray.config import EMBEDDED_MODEL, SpeculativeConfig
 from specray.errors import ConfigError
 from specray.outputs import RequestUsage
-from tests.support.quantised import FORMATS
 from tests.unit.bench.scripted import ScriptedSession
 
 SPEEDS = {"plain": 10.0, "eagle3": 20.0, "eagle2": 15.0, "eagle2-frspec": 18.0}
@@ -231,7 +230,7 @@ def test_quantised_checkpoints_are_measured_beside_bfloat16(monkeypatch: pytest.
     monkeypatch.setattr(quantised, "_session", session)
     monkeypatch.setattr(quantised, "_write", lambda _, folder: folder)
     rows = list(quantised.measure(QUICK, {"quantised"}))
-    assert [row.measured for row in rows] == pytest.approx([2.0, 2.0, 3.0] * len(FORMATS))
+    assert [row.measured for row in rows] == pytest.approx([2.0, 2.0, 3.0] * len(quantised.FORMATS))
     assert all(row.is_reached for row in rows)
     assert len({repr([call[1:] for call in each.calls]) for each in sessions}) == 1
 

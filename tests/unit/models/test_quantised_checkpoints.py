@@ -36,7 +36,7 @@ from tests.support.engine import generate
 from tests.support.methods import METHODS as DRAFTING
 from tests.support.mtp import write_deepseek
 from tests.support.naive_eagle import attend_to_the_past
-from tests.support.quantised import METHODS, Method, awq, compressed_ints, fp8_blocks, gptq, quantise_model
+from tests.support.quantised import METHODS, Method, awq, compressed_ints, fp8_blocks, gptq, published, quantise_model
 from tests.support.toy import write_toy
 
 CPU = torch.device("cpu")
@@ -178,23 +178,7 @@ def test_a_part_that_begins_within_a_group_has_smaller_groups(tmp_path: Path) ->
     assert reading.expanded == [NAME]
 
 
-PUBLISHED: dict[str, Method] = {  # with the sizes of groups that published checkpoints have
-    "fp8 in blocks": Method(
-        METHODS["fp8 in blocks"].config | {"weight_block_size": [128, 128]}, lambda weights: fp8_blocks(weights, 128)
-    ),
-    "fp8 of a tensor": METHODS["fp8 of a tensor"],
-    "fp8 of channels": METHODS["compressed fp8"],
-    "awq": Method(METHODS["awq"].config | {"group_size": 128}, lambda weights: awq(weights, 128)),
-    "gptq": Method(METHODS["gptq"].config | {"group_size": 128}, lambda weights: gptq(weights, 4, 128, True, False, 1)),
-    "gptq with zeros": Method(
-        METHODS["gptq with zeros"].config | {"group_size": 128},
-        lambda weights: gptq(weights, 4, 128, False, False, 1),
-    ),
-    "compressed int4": Method(
-        json.loads(json.dumps(METHODS["compressed int4"].config).replace('"group_size": 16', '"group_size": 128')),
-        lambda weights: compressed_ints(weights, 4, 128, symmetric=True),
-    ),
-}
+PUBLISHED = published(128)
 
 
 def write_wide(folder: Path) -> Path:
