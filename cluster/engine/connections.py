@@ -37,9 +37,13 @@ class Connection:
         now = self._clock()
         if self._heartbeat is None:
             self.items.put_nowait(heartbeat)
+            self._heartbeat = heartbeat
         else:
-            self.items.put_nowait(heartbeat.changes_since(self._heartbeat.later(now - self._heartbeat_at)))
-        self._heartbeat, self._heartbeat_at = heartbeat, now
+            assumed = self._heartbeat.later(now - self._heartbeat_at)
+            changes = heartbeat.changes_since(assumed)
+            self.items.put_nowait(changes)
+            self._heartbeat = assumed._replace(**changes)
+        self._heartbeat_at = now
 
 
 class Connections:

@@ -145,6 +145,12 @@ class RouterPool:
         return {client.replica_id: client.info.rank_nodes for client in self._clients.values() if client.info}
 
     @property
+    def running(self) -> set[str]:
+        """Replica IDs of the engines that are not known to have ended: connected, or left to other ingresses."""
+        others = set(self._directory.replica_ids()) - self._subset
+        return others | self.rank_nodes.keys()
+
+    @property
     def absent_drafters(self) -> dict[str, str]:
         """Why engines decode without their drafter at present, by replica ID."""
         clients = self._clients.values()
@@ -194,7 +200,7 @@ class RouterPool:
     def _routers(self) -> list[RouterCalls]:
         """The connected routers, and those that only other ingresses are connected to, in the order of their IDs."""
         connected = {name: client for name, client in self._clients.items() if client.info is not None}
-        others = set(self._directory.replica_ids()) - self._subset - connected.keys()
+        others = self.running - connected.keys()
         calls = [RouterCalls(replica_id, self._directory.handle(replica_id)) for replica_id in others]
         return sorted([*connected.values(), *calls], key=lambda router: router.replica_id)
 
@@ -476,7 +482,7 @@ class RequestStream:
         suspects = [progress for progress in blamed if progress.dies_with(lost)]
         if not suspects:
             return
-        lost_nodes, running = await self._router_pool.lost_nodes(), self._router_pool.rank_nodes
+        lost_nodes, running = await self._router_pool.lost_nodes(), self._router_pool.running
         has_cause = self._router_pool.has_cause
         poison = [progress for progress in suspects if progress.is_poison(lost_nodes, running, has_cause)]
         if not poison:

@@ -92,6 +92,21 @@ def test_every_ingress_reaches_engines_that_it_has_no_stream_to() -> None:
     in_cluster(scenario, 8, 4, engines_per_ingress=2)
 
 
+def test_an_engine_that_others_are_connected_to_does_not_count_as_ended() -> None:
+    """It may have been silent only for a while, in which this ingress had streams to more engines."""
+
+    async def scenario(simulated: SimulatedCluster) -> None:
+        ingress = simulated.ingresses[0]
+        own = set(ingress.rank_nodes)
+        assert own < ingress.running == simulated.listed
+        silent = min(own)
+        simulated.engines[silent].is_silent = True
+        await asyncio.sleep(HEARTBEAT_TIMEOUT_S + 1.0)
+        assert simulated.listed - ingress.running == {silent}
+
+    in_cluster(scenario, 8, 4, engines_per_ingress=2)
+
+
 def test_an_ingress_without_live_engines_of_its_own_uses_others() -> None:
     async def scenario(simulated: SimulatedCluster) -> None:
         own = set(simulated.ingresses[0].rank_nodes)

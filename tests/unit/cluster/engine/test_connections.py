@@ -3,7 +3,7 @@
 import asyncio
 
 from cluster.engine.connections import Connections
-from specray.server.routing.messages import ConnectionEnd, RouterHeartbeat, RouterInfo
+from specray.server.routing.messages import AGE_TOLERANCE_S, ConnectionEnd, RouterHeartbeat, RouterInfo
 
 INFO = RouterInfo("toy", 512, 257, 1024, 0, [], "float32", True, ())
 
@@ -47,6 +47,28 @@ def test_later_heartbeats_have_only_what_the_ingress_does_not_assume() -> None:
         assert await anext(other) == INFO
         connections.send_heartbeat(RouterHeartbeat(0.75, 2.0, 1.1))
         assert (await anext(stream), await anext(other)) == ({}, RouterHeartbeat(0.75, 2.0, 1.1))
+
+    asyncio.run(scenario())
+
+
+def test_small_differences_of_heartbeats_do_not_add_up() -> None:
+    now = 0.0
+
+    async def scenario() -> None:
+        nonlocal now
+        connections = Connections(lambda _: None, 1.0, lambda: now)
+        stream = connections.stream("a", INFO)
+        await anext(stream)
+        assumed = RouterHeartbeat(0.0, None, 0.0)
+        connections.send_heartbeat(assumed)
+        assert await anext(stream) == assumed
+        for number in range(1, 9):
+            now += 0.5
+            connections.send_heartbeat(RouterHeartbeat(0.0, None, 0.54 * number))
+            changes = await anext(stream)
+            assert isinstance(changes, dict)
+            assumed = assumed.later(0.5)._replace(**changes)
+            assert abs(assumed.since_token_s - 0.54 * number) <= AGE_TOLERANCE_S
 
     asyncio.run(scenario())
 
