@@ -27,7 +27,7 @@ def plain(folder: Path) -> list[list[int]]:
 def test_a_split_drafter_in_its_own_processes_changes_no_text(name: str, toy: Path, tmp_path: Path) -> None:
     seen = run_draft_ranks(toy, METHODS[name](toy, tmp_path), PROMPTS, PARAMS)
     assert seen.token_ids == plain(toy)
-    assert seen.drafts_after > 0
+    assert seen.drafts[0] > 0
     assert seen.faults == []
 
 
@@ -35,7 +35,7 @@ def test_a_rank_reads_nothing_between_an_outcome_and_the_next_launch(toy: Path, 
     """On the stand-in for graphs. The trees come through a socket, so the host knows them."""
     seen = run_draft_ranks(toy, METHODS["EAGLE3"](toy, tmp_path), PROMPTS, PARAMS, in_graphs=True)
     assert seen.token_ids == plain(toy)
-    assert seen.drafts_after > 10
+    assert sum(seen.drafts) > 10
     assert seen.launches.without_reads > 10
 
 
@@ -45,11 +45,19 @@ def test_a_rank_of_the_drafter_that_fails_costs_drafts_until_all_are_replaced(
 ) -> None:
     seen = run_draft_ranks(toy, METHODS["EAGLE3"](toy, tmp_path), PROMPTS, PARAMS, fault)
     assert seen.token_ids == plain(toy)
-    assert seen.drafts_before > 0
-    assert seen.drafts_after > 0
+    before, _, after = seen.drafts
+    assert min(before, after) > 0
     assert seen.faults[-1] == last
 
 
-def test_a_rank_of_the_drafter_that_computes_nonsense_changes_no_text(toy: Path, tmp_path: Path) -> None:
-    seen = run_draft_ranks(toy, METHODS["EAGLE3"](toy, tmp_path), PROMPTS, PARAMS, lies=True)
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_rank_of_the_drafter_that_computes_nonsense_is_late_and_ends_changes_no_text(
+    size: int, toy: Path, tmp_path: Path
+) -> None:
+    speculative = METHODS["EAGLE3"](toy, tmp_path)
+    seen = run_draft_ranks(toy, speculative, PROMPTS, PARAMS, kill, lies=True, is_late=True, size=size)
     assert seen.token_ids == plain(toy)
+    in_time, late, caught_up, ended, replaced = seen.drafts
+    assert min(in_time, caught_up, replaced) > 0
+    assert (late, ended) == (0, 0)
+    assert (seen.faults[0], seen.faults[-1]) == (DraftFault.LATE, DraftFault.GONE)

@@ -1,12 +1,14 @@
-"""A target of two ranks and a drafter of two, each in a process of its own, without Ray."""
+"""A target of several ranks and a drafter of as many, each in a process of its own, without Ray."""
 
 import os
 import signal
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import pairwise
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,16 +33,16 @@ from tests.support.graph_stand_in import recorded_graphs
 from tests.support.host_events import Launches, host_events, launches_in
 from tests.support.two_ranks import PROCESSES, TIMEOUT_S, RankZero
 
-SIZE = 2
-STEPS_BEFORE, STEPS_WITHOUT = 6, 3  # steps with the first drafter, and without one after its end
+# Steps until the first drafter is late, until it ends, and without drafts after either.
+STEPS_IN_TIME, STEPS_BEFORE, STEPS_WITHOUT = 3, 12, 3
+CATCH_UP_S = 0.5  # before a step, for a drafter that was late
 
 
 class Seen(NamedTuple):
-    """What a run generated, the drafts that were verified, and the faults of drafters."""
+    """What a run generated, the drafts that were verified, and the faults that the target saw."""
 
     token_ids: list[list[int]]
-    drafts_before: int  # of the first drafter
-    drafts_after: int  # of the one after it, if there is one
+    drafts: list[int]  # until the first fault begins, until it ends, until the next one begins, ..., until the end
     faults: list[str]
     launches: Launches  # of rank 0, on the stand-in for graphs
 
@@ -79,6 +81,11 @@ def stop(process: BaseProcess) -> None:
     os.kill(process.pid, signal.SIGSTOP)
 
 
+def resume(process: BaseProcess) -> None:
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGCONT)
+
+
 def run_draft_ranks(
     folder: Path,
     speculative: SpeculativeConfig,
@@ -86,31 +93,38 @@ def run_draft_ranks(
     params: list[dict[str, Any]],
     fault: Callable[[BaseProcess], None] | None = None,
     lies: bool = False,
+    is_late: bool = False,
+    size: int = 2,
     in_graphs: bool = False,
 ) -> Seen:
-    """Generate. `fault` happens to the second rank of the drafter, and another drafter takes over.
+    """Generate. `fault` happens to the last rank of the drafter, and another drafter takes over.
 
-    `lies`: that rank computes something else. `in_graphs`: on the stand-in for CUDA graphs.
+    `lies`: that rank computes something else. `is_late`: it stands still for some steps before. `in_graphs`: on the
+    stand-in for CUDA graphs.
     """
     options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "num_threads": 1, "max_total_tokens": 2048}
     options |= {"max_running_requests": 2}
-    config = EngineConfig(model=str(folder), tp_size=SIZE, speculative=speculative, **options)
+    config = EngineConfig(model=str(folder), tp_size=size, speculative=speculative, **options)
     with tempfile.TemporaryDirectory() as meeting:
-        arguments = (config, meeting, DraftEndpoint(f"{meeting}/drafts", 7), in_graphs)
-        other = PROCESSES.Process(target=_follow, args=arguments)
-        other.start()
+        endpoint = DraftEndpoint(f"{meeting}/drafts", 7)
+        others = [
+            PROCESSES.Process(target=_follow, args=(config, rank, meeting, endpoint, in_graphs))
+            for rank in range(1, size)
+        ]
+        for other in others:
+            other.start()
         with ProcessPoolExecutor(1, mp_context=PROCESSES) as first:
             try:
-                return first.submit(_lead, *arguments, prompts, params, fault, lies).result(TIMEOUT_S)
+                arguments = config, meeting, endpoint, in_graphs, prompts, params, fault, lies, is_late
+                return first.submit(_lead, *arguments).result(TIMEOUT_S)
             finally:
-                other.kill()
-                other.join()
+                _end(others)
 
 
-def _follow(config: EngineConfig, meeting: str, endpoint: DraftEndpoint, in_graphs: bool) -> None:
+def _follow(config: EngineConfig, rank: int, meeting: str, endpoint: DraftEndpoint, in_graphs: bool) -> None:
     torch.set_num_threads(1)
     with recorded_graphs() if in_graphs else nullcontext():
-        worker = start_worker(config, 1, SIZE, f"file://{meeting}/ranks", colocate=endpoint)
+        worker = start_worker(config, rank, config.tp_size, f"file://{meeting}/ranks", colocate=endpoint)
         warm_up(worker, config)
         worker.run_loop()
 
@@ -124,11 +138,12 @@ def _lead(
     params: list[dict[str, Any]],
     fault: Callable[[BaseProcess], None] | None,
     lies: bool,
+    is_late: bool,
 ) -> Seen:
     torch.set_num_threads(1)
     source.FIRST_WAIT_S = source.LEAST_WAIT_S = source.FROZEN_S = 3.0 if fault is stop else TIMEOUT_S
     with recorded_graphs() if in_graphs else nullcontext():
-        return _generate(config, meeting, endpoint, in_graphs, prompts, params, fault, lies)
+        return _generate(config, meeting, endpoint, in_graphs, prompts, params, fault, lies, is_late)
 
 
 def _generate(
@@ -140,8 +155,9 @@ def _generate(
     params: list[dict[str, Any]],
     fault: Callable[[BaseProcess], None] | None,
     lies: bool,
+    is_late: bool,
 ) -> Seen:
-    worker = start_worker(config, 0, SIZE, f"file://{meeting}/ranks", colocate=endpoint)
+    worker = start_worker(config, 0, config.tp_size, f"file://{meeting}/ranks", colocate=endpoint)
     rank, num_slots = Counting(worker), worker.capacity.num_blocks * config.page_size
     processes = _start_drafter(config, f"{meeting}/drafters", endpoint, num_slots, lies)
     try:
@@ -151,22 +167,33 @@ def _generate(
         for index, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
             engine.add_request(EngineRequest(str(index), prompt, make_sampling_params(**each)))
         token_ids: list[list[int]] = [[] for _ in prompts]
-        step, before = 0, 0
+        step, marks = 0, [0]
         with host_events() if in_graphs else nullcontext([]) as events:
             while engine.has_work:
                 step += 1
+                if is_late and step == STEPS_IN_TIME:
+                    marks.append(rank.num_drafts)
+                    source.LEAST_WAIT_S = 0.0
+                    stop(processes[-1])
+                if is_late and step == STEPS_IN_TIME + STEPS_WITHOUT:
+                    marks.append(rank.num_drafts)
+                    source.LEAST_WAIT_S = TIMEOUT_S
+                    resume(processes[-1])
+                if is_late and step > STEPS_IN_TIME + STEPS_WITHOUT and rank.num_drafts == marks[2]:
+                    time.sleep(CATCH_UP_S)
                 if fault is not None and step == STEPS_BEFORE:
-                    before = rank.num_drafts
-                    fault(processes[1])
+                    marks.append(rank.num_drafts)
+                    fault(processes[-1])
                 if fault is not None and step == STEPS_BEFORE + STEPS_WITHOUT:
+                    marks.append(rank.num_drafts)
                     _end(processes)
                     processes = _start_drafter(config, f"{meeting}/others", endpoint, num_slots)
                     rank.await_drafter()
-                    before = rank.num_drafts
                 for output in engine.step():
                     assert output.error is None
                     token_ids[int(output.request_id)] += output.token_ids
-        return Seen(token_ids, before, rank.num_drafts - before, rank.faults, launches_in(events))
+        drafts = [end - start for start, end in pairwise([*marks, rank.num_drafts])]
+        return Seen(token_ids, drafts, rank.faults, launches_in(events))
     finally:
         _end(processes)
 
@@ -176,7 +203,7 @@ def _start_drafter(
 ) -> Sequence[BaseProcess]:
     processes = [
         PROCESSES.Process(target=_draft, args=(config, rank, meeting, endpoint, num_slots, lies))
-        for rank in range(SIZE)
+        for rank in range(config.tp_size)
     ]
     for process in processes:
         process.start()
@@ -192,12 +219,12 @@ def _end(processes: Sequence[BaseProcess]) -> None:
 def _draft(config: EngineConfig, rank: int, meeting: str, endpoint: DraftEndpoint, num_slots: int, lies: bool) -> None:
     torch.set_num_threads(1)
     view = remote_target_view(config)
-    group = RankGroup(rank, SIZE, f"file://{meeting}", view.device)
+    group = RankGroup(rank, config.tp_size, f"file://{meeting}", view.device)
     server = make_draft_server(config, replace(view, group=group), num_slots)
     if rank == 0:
         server.serve(endpoint.address, endpoint.epoch)
         return
-    if lies:
+    if lies and rank == config.tp_size - 1:
         add = group.sum
         group.sum = lambda partial: add(partial.mul_(-3.0))  # type: ignore[method-assign]
     server.follow()
