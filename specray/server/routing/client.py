@@ -33,7 +33,7 @@ from specray.server.tasks import Tasks
 NOT_READY = "the engine is starting or restarting; try again in a few seconds"
 HEARTBEAT_TIMEOUT_S = 3.0  # a router that is silent for longer counts as lost
 # A router that sends no item, or no answer to a request, for so long gets new requests only if all others are late or
-# full.
+# full. Requests that it has not answered are sent to another one if it sends no items, either.
 LATE_ITEM_S, LATE_ANSWER_S = 1.2, 0.5
 CONNECT_TIMEOUT_S = 5.0
 DRAFTER_LOAD_TIMEOUT_S = 600.0  # a drafter may have to be downloaded first
@@ -185,7 +185,10 @@ class RouterClient(RouterCalls):
     @property
     def _is_late(self) -> bool:
         has_no_answer = bool(self._unanswered) and self._clock() - self._unanswered[0] > LATE_ANSWER_S
-        return self._silence_s > LATE_ITEM_S or has_no_answer
+        return has_no_answer or self._sends_nothing()
+
+    def _sends_nothing(self) -> bool:
+        return self._silence_s > LATE_ITEM_S
 
     @property
     def since_token_s(self) -> float:
@@ -269,7 +272,8 @@ class RouterClient(RouterCalls):
         sent_at = self._clock()
         self._unanswered.append(sent_at)
         try:
-            refusal = await within(HEARTBEAT_TIMEOUT_S, self._handle.submit(self._connection_id, requests))
+            call = self._handle.submit(self._connection_id, requests)
+            refusal = await within(HEARTBEAT_TIMEOUT_S, call, self._sends_nothing)
         except Exception as error:
             raise RouterLostError(f"submit failed: {first_line(error)}") from error
         finally:
