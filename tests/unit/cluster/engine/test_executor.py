@@ -1,10 +1,13 @@
 """The executor's thread count and step timeout."""
 
+import re
 import socket
 import time
 from types import SimpleNamespace
 
 import pytest
+import ray
+from ray.exceptions import GetTimeoutError
 
 from cluster.config import AppConfig
 from cluster.engine.executor import RayExecutor, rank_threads
@@ -28,6 +31,18 @@ from specray.step_wire import pack
 )
 def test_ranks_leave_a_core_for_other_processes(options: dict[str, int], num_cores: int, expected: int) -> None:
     assert rank_threads(AppConfig.model_validate(options), num_cores) == expected
+
+
+def test_ranks_that_ray_does_not_start_are_an_error_with_their_bundles(monkeypatch: pytest.MonkeyPatch) -> None:
+    def get(calls: list[object], timeout: float) -> object:
+        raise GetTimeoutError(f"{len(calls)} calls have no result after {timeout:g} s")
+
+    monkeypatch.setattr(ray, "get", get)
+    executor = object.__new__(RayExecutor)
+    executor._actors = [SimpleNamespace(place=SimpleNamespace(remote=object))] * 2
+    wanted = [{"CPU": 2.0, "GPU": 1.0}, {"CPU": 1.0, "GPU": 1.0}]
+    with pytest.raises(EngineDeadError, match=re.escape(f"in the bundles {wanted} within 60 s; `ray status`")):
+        executor._places(wanted)
 
 
 def test_a_step_that_exceeds_its_timeout_fails_the_engine() -> None:
