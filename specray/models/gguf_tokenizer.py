@@ -160,7 +160,7 @@ def _of_type(file: GgufFile, kind: int) -> list[str]:
 def _pre_tokenizer(file: GgufFile) -> PreTokenizer:
     pre = file.get("tokenizer.ggml.pre", str, "default")
     if pre not in PRE_TOKENIZERS:
-        raise unusable(file.path, f"tokenizer.ggml.pre={pre!r} is unknown; known are {', '.join(PRE_TOKENIZERS)}")
+        raise unusable(file.path, f"tokenizer.ggml.pre={pre!r} is none of {len(PRE_TOKENIZERS)} known ones")
     return PRE_TOKENIZERS[pre]
 
 

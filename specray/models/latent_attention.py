@@ -19,6 +19,7 @@ _EPS = 1e-6
 
 
 def latent_sizes(config: PretrainedConfig) -> LatentSizes:
+    """Those of a config with DeepSeek's keys."""
     return LatentSizes(config.kv_lora_rank, config.qk_rope_head_dim, config.qk_nope_head_dim, config.v_head_dim)
 
 
