@@ -139,7 +139,8 @@ class AcceptanceAlarm:
         accepted.clear()
         series = self._stats.labelled[COLLAPSED]
         was_collapsed = bool(series.get(drafter))
-        series[drafter] = is_so = is_collapsed(accept_length, was_collapsed)
+        is_so = is_collapsed(accept_length, was_collapsed)
+        series[drafter] = float(is_so)
         if is_so != was_collapsed:
             what = "hardly ever accepted and slow decoding down" if is_so else "accepted again"
             logger.warning("drafts of %s are %s: accept length %.2f", drafter, what, accept_length)
