@@ -29,7 +29,7 @@ from tests.support.recipes import RECIPES
 
 TOKENS = [0, *(7 * place % 64 for place in range(40))]  # longer than the windows, which are of 16 tokens
 PROMPTS = [[0, *range(63, 30, -1)], [5], [0, *range(4, 40)], [7] * 7]  # NGRAM finds most tokens in the long ones
-GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)  # past the windows, also from one token on
+GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)  # far past the windows
 SHORT = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 SAMPLED = [
     SamplingParams(temperature=temperature, seed=seed, max_tokens=12, ignore_eos=True)
