@@ -19,15 +19,13 @@ from specray.tables import format_table
 PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
 BLOCK = re.compile(r"(<!-- results: ([a-z-]+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
 PEERS_SPEED = "Tokens a second, beside peers"
-# The first follows from tokens a second and a step, the last is told in docs/operating.md; the others are for those who
-# change kernels.
+# The first follows from tokens a second and a step; the others are for those who change kernels.
 NOT_SHOWN = {
     "Milliseconds a step of one request",
     "Kernels",
     "Attention of one layer, bfloat16, in microseconds",
     "Time of a step / the rank's time in it",
     "Checks",
-    "Simulated ingresses and engines, an 8B model's steps on an NVIDIA H200",
 }
 README_MACHINE = "AMD EPYC (Zen 5), 2 cores"
 
