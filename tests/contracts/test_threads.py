@@ -50,7 +50,7 @@ THREADS = {
         "spawn(self._run())",
     ): "its last part notifies all listeners, whatever the error is",
     (f"{ROUTING}/client.py", "spawn(part)"): "the connection ends with it",
-    (f"{ROUTING}/client.py", "spawn(self._submit(requests))"): "the caller awaits it",
+    (f"{ROUTING}/client.py", "spawn(self._submit(requests, has_other))"): "the caller awaits it",
     (
         f"{ROUTING}/client.py",
         "spawn(self._abort(list(abort), after))",

@@ -33,7 +33,7 @@ from specray.server.tasks import Tasks
 NOT_READY = "the engine is starting or restarting; try again in a few seconds"
 HEARTBEAT_TIMEOUT_S = 3.0  # a router that is silent for longer counts as lost
 # A router that sends no item, or no answer to a request, for so long gets new requests only if all others are late or
-# full. Requests that it has not answered are sent to another one if it sends no items, either.
+# full. Requests that it has not answered are then sent to such another one, if it sends no items, either.
 LATE_ITEM_S, LATE_ANSWER_S = 1.2, 0.5
 CONNECT_TIMEOUT_S = 5.0
 DRAFTER_LOAD_TIMEOUT_S = 600.0  # a drafter may have to be downloaded first
@@ -185,8 +185,9 @@ class RouterClient(RouterCalls):
     @property
     def _is_late(self) -> bool:
         has_no_answer = bool(self._unanswered) and self._clock() - self._unanswered[0] > LATE_ANSWER_S
-        return has_no_answer or self._sends_nothing()
+        return has_no_answer or self._sends_nothing
 
+    @property
     def _sends_nothing(self) -> bool:
         return self._silence_s > LATE_ITEM_S
 
@@ -224,14 +225,17 @@ class RouterClient(RouterCalls):
     def _closes_when_idle(self) -> bool:
         return self._is_stopping or not self.is_wanted
 
-    async def submit(self, requests: list[EngineRequest], listener: Listener) -> None:
+    async def submit(
+        self, requests: list[EngineRequest], listener: Listener, has_other: Callable[[], bool] = lambda: False
+    ) -> None:
         """Start requests, all or none, whose outputs go to `listener`. RequestRefusedError or RouterLostError.
 
-        If the caller is cancelled, the requests are aborted.
+        A router that sends nothing is given up before it counts as lost if `has_other`: another one could take the
+        requests. If the caller is cancelled, the requests are aborted.
         """
         request_ids = [request.request_id for request in requests]
         self._listeners.update(dict.fromkeys(request_ids, listener))
-        call = self._tasks.spawn(self._submit(requests))
+        call = self._tasks.spawn(self._submit(requests, has_other))
         try:
             await asyncio.shield(call)
         except asyncio.CancelledError:
@@ -268,12 +272,12 @@ class RouterClient(RouterCalls):
         """The drafter last applied at the router; None if unknown, or if drafters cannot be replaced there."""
         return self._heartbeat.desired if self._heartbeat is not None and self.info is not None else None
 
-    async def _submit(self, requests: list[EngineRequest]) -> None:
+    async def _submit(self, requests: list[EngineRequest], has_other: Callable[[], bool]) -> None:
         sent_at = self._clock()
         self._unanswered.append(sent_at)
         try:
             call = self._handle.submit(self._connection_id, requests)
-            refusal = await within(HEARTBEAT_TIMEOUT_S, call, self._sends_nothing)
+            refusal = await within(HEARTBEAT_TIMEOUT_S, call, lambda: self._sends_nothing and has_other())
         except Exception as error:
             raise RouterLostError(f"submit failed: {first_line(error)}") from error
         finally:

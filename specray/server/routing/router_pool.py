@@ -31,7 +31,7 @@ from specray.server.routing.client import (
     RouterLostError,
 )
 from specray.server.routing.messages import RouterInfo
-from specray.server.routing.policy import PrefixIndex, choose_replica
+from specray.server.routing.policy import PrefixIndex, ReplicaState, choose_replica
 from specray.server.routing.progress import RequestProgress
 from specray.server.routing.promotion import promote_shadows
 from specray.server.routing.rollout import DrafterRollout
@@ -268,16 +268,22 @@ class RouterPool:
         cached = self._prefixes.cached(prefixes)
         refusal: SpecRayError = EngineDeadError(NOT_READY)
         tried: set[RouterClient] = set()
+
+        def untried() -> list[ReplicaState]:
+            return [client.state for client in self._clients.values() if client not in tried]
+
+        def has_other() -> bool:
+            return any(state.is_open and not state.is_last_resort for state in untried())
+
         while len(tried) < MAX_TRIES:
             # Chosen anew for each try, which may have taken seconds: others have been lost since.
-            states = [client.state for client in self._clients.values() if client not in tried]
-            replica_id = choose_replica(states, cached, self._random, self._config.routing, session, prefixes)
+            replica_id = choose_replica(untried(), cached, self._random, self._config.routing, session, prefixes)
             if replica_id is None:
                 break
             client = self._clients[replica_id]
             tried.add(client)
             try:
-                await client.submit(requests, new_listener())
+                await client.submit(requests, new_listener(), has_other)
             except RouterLostError as error:
                 refusal = EngineDeadError(f"{NOT_READY} ({error})")
             except RequestRefusedError as error:
@@ -482,7 +488,8 @@ class RequestStream:
         suspects = [progress for progress in blamed if progress.dies_with(lost)]
         if not suspects:
             return
-        lost_nodes, running = await self._router_pool.lost_nodes(), self._router_pool.running
+        lost_nodes = await self._router_pool.lost_nodes()
+        running = self._router_pool.running - {lost.replica_id}  # Serve may still list it
         has_cause = self._router_pool.has_cause
         poison = [progress for progress in suspects if progress.is_poison(lost_nodes, running, has_cause)]
         if not poison:

@@ -58,6 +58,32 @@ async def retire(server: Server, replica: Replica) -> None:
     await server.until(lambda: replica.replica_id not in clients or clients[replica.replica_id].state.is_draining)
 
 
+def test_a_request_stays_with_the_only_engine_while_that_sends_nothing(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sent again it would be queued several times there, and requests of others be refused."""
+    submits: list[str] = []
+    submit = ReplicaHandle.submit
+
+    async def counted(self: ReplicaHandle, connection_id: str, requests: list[EngineRequest]) -> Refusal | None:
+        submits.extend(request.request_id for request in requests)
+        return await submit(self, connection_id, requests)
+
+    monkeypatch.setattr(ReplicaHandle, "submit", counted)
+
+    async def scenario() -> None:
+        async with serve(num_replicas=1) as server:
+            await server.until(lambda: server.router_pool.is_connected)
+            server.replicas[0].freeze()
+            request = asyncio.create_task(server.http.post("/v1/completions", json=BODY))
+            await asyncio.sleep(0.8 * specray.server.routing.client.HEARTBEAT_TIMEOUT_S)
+            server.replicas[0].thaw()
+            assert (await request).status_code == 200
+            assert len(submits) == 1
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("way", ["kill", "freeze"])
 def test_a_stream_continues_on_another_engine(serve: Serve, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(specray.server.routing.client, "HEARTBEAT_TIMEOUT_S", 1.2)
