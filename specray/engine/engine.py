@@ -216,7 +216,8 @@ class Engine:
         cut = text.feed(result.token_ids)
         request.num_reasoning_tokens = text.num_reasoning_tokens
         self.scheduler.commit(emitted, cut.num_kept)
-        self._record.emitted(emitted, cut.num_kept, num_allowed)
+        drafter = self.drafter_name if self._selector is None else self._selector.drafter_of(request)
+        self._record.emitted(emitted, cut.num_kept, num_allowed, drafter or self.drafter_name)
         output = RequestOutput(
             request.request_id,
             result.token_ids[: cut.num_kept],

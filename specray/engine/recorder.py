@@ -29,7 +29,6 @@ class StatsRecorder:
         self._stats = stats
         self._probe_stats = EngineStats()  # never exported
         self._alarm = AcceptanceAlarm(stats)
-        self._drafter = speculative.drafter_name  # of a request that was given none of several
         stats.set("specray_verification_is_lossy", speculative.is_lossy)
         stats.set("specray_acceptance_is_simulated", speculative.is_simulated)
         stats.set("specray_cpu_kernels_absent", lacks_cpu_kernels)
@@ -47,10 +46,10 @@ class StatsRecorder:
                 stats.add("specray_prefix_cache_queries_total", request.num_prompt_tokens)
                 stats.add("specray_prefix_cache_hits_total", request.num_cached_tokens)
 
-    def emitted(self, emitted: Emitted, num_kept: int, num_allowed: int) -> None:
+    def emitted(self, emitted: Emitted, num_kept: int, num_allowed: int, drafter: str) -> None:
         """A request has new tokens, of which its stop conditions kept the first `num_kept`.
 
-        Its step was allowed `num_allowed` drafts for it.
+        Its step was allowed `num_allowed` drafts for it, those of `drafter`.
         """
         request, stats = emitted.request, self._stats_of(emitted.request)
         stats.add("specray_generation_tokens_total", num_kept)
@@ -60,8 +59,7 @@ class StatsRecorder:
             stats.add("specray_draft_budget_tokens_total", num_allowed)
             stats.accepted(emitted.result.num_draft_tokens, num_kept - 1)
             if emitted.result.num_draft_tokens and is_typical(request):
-                drafter = self._drafter if request.drafter is None else request.drafter.name
-                self._alarm.count_tree(drafter or "none", num_kept - 1)
+                self._alarm.count_tree(drafter, num_kept - 1)
             return
         request.first_token = request.last_token
         if not request.spec.emitted_token_ids:
@@ -93,7 +91,6 @@ class StatsRecorder:
     def drafter(self, name: str | None) -> None:
         """Another drafter is used from now on."""
         self._stats.name_drafter(name)
-        self._drafter = name
         self._alarm.reset()
 
     def gauges(self, scheduler: Scheduler) -> None:

@@ -177,6 +177,11 @@ def drafts(a_minute: int, is_collapsed: bool) -> list[dict[str, str]]:
     ]
 
 
+def trees(drafter: str, a_minute: int) -> dict[str, str]:
+    """Those of one of several drafters."""
+    return series("drafter_verify_steps_total", f"0+{a_minute}x40", f', drafter="{drafter}"')
+
+
 def shadow(gain_lower_bound: float, trees_a_minute: int) -> list[dict[str, str]]:
     new = ', drafter="new"'
     return [
@@ -190,6 +195,8 @@ CASES = [
     ("SpecRayDraftsRefused", drafts(60, is_collapsed=True), True),
     ("SpecRayDraftsRefused", drafts(60, is_collapsed=False), False),
     ("SpecRayDraftsRefused", drafts(0, is_collapsed=True), False),
+    ("SpecRayDraftsRefused", [*drafts(60, is_collapsed=True), trees("head", 60), trees("other", 0)], True),
+    ("SpecRayDraftsRefused", [*drafts(60, is_collapsed=True), trees("head", 0), trees("other", 60)], False),
     ("SpecRayShadowIsBetter", shadow(0.1, 60), True),
     ("SpecRayShadowIsBetter", shadow(-0.1, 60), False),
     ("SpecRayShadowIsBetter", shadow(0.1, 0), False),

@@ -89,7 +89,9 @@ class DrafterSelector:
             draft_seconds[use.drafter] = draft_seconds.get(use.drafter, 0.0) + use.seconds
             _count_drafter_use(self._stats, use)
         shadow_seconds = sum(use.shadow_seconds for use in result.drafters)
-        rows = [StepRow(self._drafter(part), part.num_tokens + part.result.num_draft_tokens) for part in emitted]
+        rows = [
+            StepRow(self.drafter_of(part.request), part.num_tokens + part.result.num_draft_tokens) for part in emitted
+        ]
         shares = step_shares(rows, max(0.0, seconds - shadow_seconds), draft_seconds)
         if emitted and all(part.num_tokens == 1 and part.result.token_ids for part in emitted):
             self._usual.observe(len(emitted), sum(len(part.result.token_ids) for part in emitted), seconds)
@@ -102,7 +104,9 @@ class DrafterSelector:
             if not is_typical(part.request):
                 continue
             if part.request.in_flight[0].num_drafts:  # the step's limit: a shadow's trees count where drafts may be
-                _count_drafter_tree(self._stats, self._drafter(part), part.result.num_draft_tokens, num_tokens - 1)
+                _count_drafter_tree(
+                    self._stats, self.drafter_of(part.request), part.result.num_draft_tokens, num_tokens - 1
+                )
             if usual is not None:
                 choice.tokens, choice.time = choice.tokens + num_tokens, choice.time + share / usual
                 if choice.tokens >= OBSERVED_TOKENS:
@@ -117,9 +121,9 @@ class DrafterSelector:
         if choice.name in self._members:
             self._bandit.end(request.spec.tenant, choice.kind, choice.name)
 
-    def _drafter(self, part: Emitted) -> str:
+    def drafter_of(self, request: Request) -> str:
         """The drafter that drafts for a request: the first one if the request's own was dropped."""
-        name = "" if part.request.drafter is None else part.request.drafter.name
+        name = "" if request.drafter is None else request.drafter.name
         return name if name in self._members else next(iter(self._members), name)
 
     def _observe(self, request: Request, choice: DrafterChoice) -> None:

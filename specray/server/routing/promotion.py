@@ -63,7 +63,7 @@ def decide(now: SpeculativeConfig, reports: Mapping[str, Mapping[str, Any]]) -> 
         return swapped(now, promotes=True), reason
     promoted = now.default_drafter
     if now.shadow.is_former and any(
-        drafters[promoted]["acceptance_collapsed"] for drafters in known if promoted in drafters
+        drafters[promoted].get("acceptance_collapsed") for drafters in known if promoted in drafters
     ):
         return swapped(now, promotes=False), f"the acceptance of {promoted} has collapsed"
     return now, ""
