@@ -22,7 +22,8 @@ class DraftConfig(Options):
         "auto",
         description="colocated: in a process beside each rank, whose failure does not stop the "
         "engine; separate: the same on a GPU of its own; inline: in the rank's "
-        "process; auto: inline on a GPU without server.admin_key_file, colocated elsewhere. The output is the same.",
+        "process; auto: inline on a GPU without server.admin_key_file and cuda_ipc, else colocated. The output is the "
+        "same.",
     )
     cpus: float = Field(
         0.1,
@@ -45,7 +46,7 @@ class DraftConfig(Options):
 
     @model_validator(mode="after")
     def _shares_a_gpu(self) -> Self:
-        if self.cuda_ipc and self.placement != "colocated":
+        if self.cuda_ipc and self.placement not in ("auto", "colocated"):
             raise ConfigError(
                 f"draft.cuda_ipc needs a drafter on rank 0's GPU in its own process, and draft.placement="
                 f"{self.placement}; set draft.placement: colocated, or cuda_ipc: false"
@@ -173,7 +174,8 @@ class AppConfig(ServingConfig):
         """`draft.placement`, and what `auto` is with this device: inline is faster on a GPU (docs/benchmarks.md)."""
         if self.draft.placement != "auto":
             return self.draft.placement
-        return "inline" if self.device == "cuda" and self.server.admin_key_file is None else "colocated"
+        needs_process = self.server.admin_key_file is not None or self.draft.cuda_ipc
+        return "inline" if self.device == "cuda" and not needs_process else "colocated"
 
     @property
     def has_draft_actor(self) -> bool:

@@ -77,7 +77,8 @@ def find_files(app: AppConfig) -> None:
     from specray.spec_decode.model_files import check_model_files
 
     uses_defaults = app.server.generation_config == "auto"
-    has_draft_process = app.has_draft_actor
+    may_be_inline = app.device == "auto" and app.draft.placement == "auto"  # decided in the cluster
+    has_draft_process = app.has_draft_actor and not may_be_inline
     check_model_files(
         app.engine, progress=True, uses_sampling_defaults=uses_defaults, has_draft_process=has_draft_process
     )

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from cluster.config import AppConfig
 from cluster.engine.node_resources import sum_of
 from cluster.engine.placement import Bundle, bundles, draft_bundles, strategy
+from specray.config import with_values
 
 STRATEGIES = {"STRICT_PACK": "all on one node", "PACK": "on as few nodes as have room"}
 
@@ -23,7 +24,8 @@ def plan_text(config: AppConfig) -> str:
     lines.append(f"  {counted(num_ingresses, 'ingress replica')}, anywhere: {amounts(_ingress(config))} each")
     lines.append(f"  total: {amounts(total(config, with_gpus))}")
     if config.device == "auto":
-        lines.append(f"  total if the cluster has GPUs: {amounts(total(config, with_gpus=True))}")
+        on_gpus = with_values(config, device="cuda")
+        lines.append(f"  total if the cluster has GPUs: {amounts(total(on_gpus, with_gpus=True))}")
     return "\n".join(lines)
 
 

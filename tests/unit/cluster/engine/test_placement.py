@@ -79,6 +79,7 @@ def test_a_draft_model_is_split_over_actors_beside_the_ranks() -> None:
     [
         ({"device": "cuda"}, "inline"),
         ({"device": "cuda", "server": {"admin_key_file": "/keys"}}, "colocated"),
+        ({"device": "cuda", "draft": {"cuda_ipc": True}}, "colocated"),
         ({"device": "cpu"}, "colocated"),
         ({"device": "cuda", "draft": {"placement": "separate"}}, "separate"),
     ],
