@@ -384,17 +384,20 @@ def _config_class(model_type: object) -> type[PretrainedConfig] | None:
     return None
 
 
-def _check_content(path: Path, content: Any) -> None:
+def _check_content(path: Path, content: Any, is_text_model: bool = True) -> None:
     """ConfigError for what transformers would compute for minutes, or refuse without the name of the key."""
     for name, value in content.items() if isinstance(content, dict) else ():
         if str(name).endswith("_layers") and isinstance(value, int | float) and value > MAX_LAYERS:
             raise ConfigError(f"{path}: {name}={value} is more than {MAX_LAYERS} layers; correct it")
-        if name in _TEXTS and not isinstance(value, str | None):
+        by_part = name == "dtype" and isinstance(value, dict)
+        if is_text_model and name in _TEXTS and not by_part and not isinstance(value, str | None):
             raise ConfigError(f"{path}: {name}={value!r} must be a text; correct it")
-        if name in (*_SIZES, "num_key_value_heads", "head_dim") and not isinstance(value, list | None):  # by layer
+        # Sizes by layer are lists. Zeros stand for what a class computes itself; see `_check_numbers` for the others.
+        is_size = is_text_model and name in (*_SIZES, "num_key_value_heads", "head_dim")
+        if is_size and value != 0 and not isinstance(value, list | None):
             _check_size(path, name, value)
         if str(name).endswith("_config"):
-            _check_content(path, value)
+            _check_content(path, value, is_text_model=name == "text_config")
 
 
 def _check_size(path: Path, name: str, value: object) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from jinja2 import TemplateError
-from tokenizers import AddedToken, Encoding, Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from specray.errors import ConfigError, InvalidRequestError, is_fault
 from specray.models.template_limits import MAX_COMPILATION_S, MAX_CPU_S, TemplateLimitError, check_length, cpu_limit
@@ -180,6 +180,9 @@ class _Mark(NamedTuple):
     end: int
 
 
+_IN_NO_VOCABULARY = "\U0010ffff"  # a code point that is never assigned
+
+
 class _ChatEncoder:
     """A tokenizer in two modes: special tokens are recognized, or encoded as plain characters.
 
@@ -191,9 +194,14 @@ class _ChatEncoder:
         self._backend = backend
 
     @cached_property
-    def _specials(self) -> dict[int, AddedToken]:
+    def _specials(self) -> dict[int, str]:
         added = self._backend.get_added_tokens_decoder()
-        return {token: entry for token, entry in added.items() if entry.special}
+        return {token: entry.content for token, entry in added.items() if entry.special}
+
+    @cached_property
+    def _unknown(self) -> frozenset[int]:
+        """The token that stands for characters outside of the vocabulary, if it is a special one."""
+        return frozenset(self.encode(_IN_NO_VOCABULARY).ids) & self._specials.keys()
 
     @cached_property
     def _plain(self) -> Tokenizer:
@@ -218,8 +226,8 @@ class _ChatEncoder:
         """
         found = []
         for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
-            entry, covered = self._specials.get(token), text[start:end]
-            if entry is not None and (entry.normalized or covered.strip() == entry.content.strip()):
+            content, covered = self._specials.get(token), text[start:end]
+            if content is not None and (token not in self._unknown or covered.strip() == content.strip()):
                 left, right = len(covered) - len(covered.lstrip()), len(covered) - len(covered.rstrip())
                 found.append(_Mark(token, start + left + shift, end - right + shift))
         return found

@@ -9,7 +9,7 @@ import torch
 from specray.config import EngineConfig
 from specray.errors import ConfigError
 from specray.layers.parallel import RankGroup
-from specray.models.registry import load_model
+from specray.models.registry import _check_content, load_model
 from tests.support.decoders import write_decoder
 from tests.support.toy import write_toy
 
@@ -62,6 +62,16 @@ def test_the_key_and_the_value_are_named_before_memory_is_taken(
     with pytest.raises(ConfigError, match=rf"config\.json.*{last}=.*; correct it$") as found:
         load(tmp_path, content)
     assert len(str(found.value)) < 300
+
+
+def test_what_a_class_computes_itself_and_other_parts_are_not_judged() -> None:
+    """As in published files: zeros that the model's class replaces, types by part, sizes of an image encoder."""
+    content = {
+        "dtype": {"text_config": "bfloat16"},
+        "text_config": {"head_dim": 0, "intermediate_size": 0},
+        "vision_config": {"hidden_size": "any", "dtype": 5},
+    }
+    _check_content(Path("config.json"), content)
 
 
 def load(folder: Path, options: dict[str, object]) -> None:

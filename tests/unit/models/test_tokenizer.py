@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from specray.config import EMBEDDED_MODEL
@@ -112,6 +112,17 @@ def test_characters_outside_of_the_vocabulary_are_no_special_tokens(template: st
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>", chat_template=template)
     for content in ("a ☂ b", "☂", "a\nb"):
         assert render_chat(tokenizer, user(content)) == reference(tokenizer, user(content))
+
+
+@pytest.mark.parametrize("is_normalized", [False, True])
+def test_a_special_token_may_be_spelt_as_its_normalizer_allows(is_normalized: bool) -> None:
+    pieces = [("<unk>", 0.0), ("</s>", -1.0), ("a", -1.0)]
+    backend = Tokenizer(models.Unigram(pieces, unk_id=0))
+    backend.normalizer = normalizers.NFKC()
+    backend.add_special_tokens([AddedToken("<unk>", normalized=False), AddedToken("</s>", normalized=is_normalized)])
+    encoder = _ChatEncoder(backend)
+    assert encoder.mentions_special("a\N{FULLWIDTH LESS-THAN SIGN}/s\N{FULLWIDTH GREATER-THAN SIGN}")
+    assert not encoder.mentions_special("a☂")
 
 
 def test_special_tokens_are_refused_if_the_template_rewrites_messages() -> None:
