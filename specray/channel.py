@@ -55,7 +55,13 @@ class Channel:
 
     def poll(self, timeout: float | None) -> bool:
         """Whether a frame has begun to arrive, or the connection was closed, within `timeout` seconds."""
-        return bool(self._buffer) or bool(select.select([self._socket], [], [], timeout)[0])
+        if self._buffer:
+            return True
+        try:
+            ready, _, _ = select.select([self._socket], [], [], timeout)
+        except ValueError as error:  # closed, or a descriptor beyond what `select` takes
+            raise ChannelClosedError(f"cannot poll: {error}") from error
+        return bool(ready)
 
     def close(self) -> None:
         self._socket.close()

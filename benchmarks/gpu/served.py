@@ -134,6 +134,7 @@ def measure(setting: Setting, device: torch.device) -> Iterator[Served]:
         folder = Path(name)
         embedding = make_target(folder, setting.size, dtype, device).embedding.weight
         head = write_head(folder / "head", setting.size, dtype, device, embedding)
+        del embedding
         for variant in setting.variants:
             sizes = max(setting.batch_sizes), setting.prompt, setting.num_steps
             config = config_of(folder, head, device, variant, True, *sizes)
@@ -142,6 +143,7 @@ def measure(setting: Setting, device: torch.device) -> Iterator[Served]:
                     engine = Engine(config, executor, load_tokenizer(folder).backend_tokenizer)
                     for batch_size in setting.batch_sizes:
                         yield _measure(engine, setting, variant, place, batch_size)
+                del engine, executor  # the next one needs their memory
 
 
 def _executor(place: str, size: ModelSize, config: EngineConfig) -> Executor:

@@ -1,7 +1,15 @@
-"""A copy on its way to the host, while the device goes on with what is launched next."""
+"""Waiting for a GPU: for a copy on its way to the host, while the device goes on, or for all that was launched."""
 
 import torch
 from torch import Tensor
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until a GPU has done what was launched on its stream. A CPU always has."""
+    if device.type == "cuda":
+        end = torch.Event(device)
+        end.record()
+        end.synchronize()
 
 
 class HostCopy:

@@ -1,7 +1,7 @@
 """Weights as quantised checkpoints store them: w = scale * (code - zero), in 8 or 4 bits.
 
-They stay so in memory, and kernels decode them in registers. In models of 16 bits, the CPU kernels round activations to
-16 bits in groups of 32; otherwise these are not rounded, unlike those that are multiplied with a GroupedWeight.
+They stay so in memory, and kernels decode them in registers. In models of 16 bits, the CPU kernels round activations of
+integer codes to 16 bits in groups of 32; others are not rounded, unlike those that are multiplied with a GroupedWeight.
 """
 
 import math

@@ -99,8 +99,7 @@ class TritonAttend:
     def __call__(self, layer: int, q: Tensor, kv: Tensor | None) -> Tensor:
         """See Attend."""
         if kv is not None:
-            pool = self._backend.pools[layer]
-            write_kv(pool, self._written, _with_finite_values(kv, pool.dtype))
+            write_finite_kv(self._backend.pools[layer], self._written, kv)
         return self.read(layer, q)
 
     def rotated(
@@ -204,14 +203,15 @@ class TritonAttend:
             )
 
 
-def _with_finite_values(kv: Tensor, stored: torch.dtype) -> Tensor:
-    """kv [T, 2, kv_heads, dim] with zeros for values that are not finite, whose keys are NaN; see `rotate_head`.
+def write_finite_kv(pool: Tensor, slots: Tensor, kv: Tensor) -> None:
+    """`write_kv` with zeros for values that are not finite, whose keys are NaN; see `rotate_head`.
 
     In float8 infinity is stored as the largest number.
     """
     keys, values = kv.unbind(1)
-    is_lost = (values.isnan() if is_float8(stored) else ~values.isfinite()).any(-1, keepdim=True)
-    return torch.stack((keys.masked_fill(is_lost, torch.nan), values.masked_fill(is_lost, 0.0)), 1)
+    is_lost = (values.isnan() if is_float8(pool.dtype) else ~values.isfinite()).any(-1, keepdim=True)
+    finite = torch.stack((keys.masked_fill(is_lost, torch.nan), values.masked_fill(is_lost, 0.0)), 1)
+    write_kv(pool, slots, finite)
 
 
 def _group(layer: LayerAttention) -> int:

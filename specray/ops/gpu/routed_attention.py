@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specray.ops.attention import Attend, AttentionBatch, PaddedBatch, write_kv
-from specray.ops.gpu.attention import TritonAttention
+from specray.ops.attention import Attend, AttentionBatch, PaddedBatch
+from specray.ops.gpu.attention import TritonAttention, write_finite_kv
 from specray.ops.gpu.layers import rotate_and_store
 
 # (layer, q [T, heads, dim]) -> [T, heads * dim] of a planned batch, whose KV is written
@@ -65,7 +65,7 @@ class RoutedAttend:
     def __call__(self, layer: int, q: Tensor, kv: Tensor | None) -> Tensor:
         """See Attend."""
         if kv is not None:
-            write_kv(self._backend.pools[layer], self._written, kv)
+            write_finite_kv(self._backend.pools[layer], self._written, kv)
         return self._reads[layer](layer, q)
 
     def rotated(

@@ -28,6 +28,7 @@ from specray.models.registry import context_length, load_config, resolve_dtype, 
 from specray.models.tokenizer import eos_token_ids, load_tokenizer
 from specray.ops.attention import torch_dtype
 from specray.ops.graphs import Graphs, make_graphs
+from specray.ops.host_copy import wait_for
 from specray.ops.linear import fixed_order
 from specray.spec_decode import make_drafter
 from specray.spec_decode.drafter import Drafter, DraftFaultError, TargetView, composite_of, device_drafter
@@ -148,6 +149,8 @@ class DraftServer:
         has_others = self._composite is not None and len(self._composite.members) > 1
         roots = context.roots if has_others else None  # one that is broken must not end the others
         reply = DraftReply.of(order.number, 0.0, tree, roots)  # waits for the device
+        if not order.requests:  # no tree was waited for, and the target may write the region again after the reply
+            wait_for(self._device)
         uses = [] if self._composite is None else list(self._composite.take_uses())
         return reply._replace(seconds=time.perf_counter() - start, uses=uses)
 
