@@ -541,7 +541,8 @@ def test_kernels_round_to_float8_as_torch_does(dtype: torch.dtype, kernel: str) 
     count = len(numbers)
     pools = [make_pool(1, count + 16, 1, 16, dtype, torch.device("cpu")) for _ in range(2)]
     slots, kv = torch.arange(16, count + 16), numbers[:, None].expand(-1, 2, -1, -1).contiguous()
-    write_kv(pools[0][0], slots, kv)
+    is_lost = kv.isnan().any(-1, keepdim=True)  # stored as zeros by Triton, see `rotate_head`
+    write_kv(pools[0][0], slots, kv.masked_fill(is_lost, 0.0) if kernel == "triton" else kv)
     if kernel == "auto":
         batch = make_batch([1] * count, list(slots[:, None].numpy()), [None] * count)
         make_backend("auto", pools[1], 1).plan(batch)(0, torch.zeros(count, 1, 16), kv)

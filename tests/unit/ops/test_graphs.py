@@ -42,7 +42,7 @@ def test_a_model_that_no_graph_can_have_is_refused_with_the_way_out() -> None:
         def replay(self) -> None:
             """It has nothing."""
 
-    with pytest.raises(ConfigError, match=r"no CUDA graph .*not permitted.*; set disable_cuda_graph: true"):
+    with pytest.raises(ConfigError, match=r"CUDA graph capture failed .*not permitted.*; set disable_cuda_graph: true"):
         Graphs(Forbidding).capture("graph", lambda: None)
 
 

@@ -107,7 +107,7 @@ def test_a_head_is_trained_from_a_log_promoted_and_taken_back(stories: Path, tmp
             answer(served, seed, allowed_token_ids=foreign)
         taken_back, reason = decided(served, promoted)
         assert (taken_back.default_drafter, taken_back.shadow.promotes) == ("old", False)
-        assert reason == "acceptance has collapsed"
+        assert reason == "the acceptance of new has collapsed"
 
 
 def draft_ids(head: Path) -> Tensor:
