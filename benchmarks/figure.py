@@ -19,11 +19,14 @@ class Figure(NamedTuple):
     form: str = "{:.2f}"
     at_most: bool = False
     samples: tuple[float, ...] = ()
+    cell: tuple[str, str, str] | None = None  # table, row and column, if not those of all figures
 
     @classmethod
-    def of(cls, what: str, samples: Sequence[float], bound: float | None) -> "Figure":
+    def of(
+        cls, what: str, samples: Sequence[float], bound: float | None, cell: tuple[str, str, str] | None = None
+    ) -> "Figure":
         """The median of the samples."""
-        return cls(what, median(samples), bound, samples=tuple(samples))
+        return cls(what, median(samples), bound, samples=tuple(samples), cell=cell)
 
     @property
     def is_reached(self) -> bool | None:
@@ -32,10 +35,11 @@ class Figure(NamedTuple):
         return self.measured <= self.bound if self.at_most else self.measured >= self.bound
 
     def result(self, commit: str) -> Result:
+        table, row, column = self.cell or (FIGURES, self.what, MEASURED)
         return Result(
-            table=FIGURES,
-            row=self.what,
-            column=MEASURED,
+            table=table,
+            row=row,
+            column=column,
             value=self.measured,
             form=self.form,
             goal=self.bound,
