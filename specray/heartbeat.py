@@ -134,15 +134,17 @@ def wait_until_silent(heartbeat: Heartbeat, deadline_s: float, poll_interval_s: 
 async def within(seconds: float, work: Coroutine[Any, Any, T], is_given_up: Callable[[], bool] = lambda: False) -> T:
     """The result of `work`. TimeoutError after `seconds` in which this event loop ran; `work` is then cancelled.
 
-    So it is earlier if `is_given_up`, which is asked every `seconds` / NUM_PARTS.
+    It times out earlier once `is_given_up()` is true, which is checked every `seconds` / NUM_PARTS.
     """
     task = asyncio.ensure_future(work)
     try:
+        waited = 0.0
         for _ in range(NUM_PARTS):
             if (await asyncio.wait([task], timeout=seconds / NUM_PARTS))[0]:
                 return task.result()
+            waited += seconds / NUM_PARTS
             if is_given_up():
                 break
-        raise TimeoutError(f"no answer within {seconds:g} s")
+        raise TimeoutError(f"no answer within {waited:g} s")
     finally:
         task.cancel()

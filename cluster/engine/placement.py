@@ -78,8 +78,13 @@ def decide_device(config: AppConfig) -> AppConfig:
         return config
     decided = config.draft_placement
     if config.speculative.has_drafter:
-        reason = "server.admin_key_file" if config.server.admin_key_file is not None else f"device: {config.device}"
-        logger.info("draft.placement: auto is %s with %s", decided, reason)
+        logger.info(
+            "draft.placement: auto is %s (device: %s, server.admin_key_file: %s, draft.cuda_ipc: %s)",
+            decided,
+            config.device,
+            "set" if config.server.admin_key_file is not None else "none",
+            config.draft.cuda_ipc,
+        )
     return with_values(config, draft=with_values(config.draft, placement=decided))
 
 
