@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 
 from specray.config import SpeculativeConfig
-from specray.engine.drafter_selection.selector import is_typical
 from specray.engine.request import Emitted, Request
 from specray.engine.scheduler import Scheduler
 from specray.engine.stats import EngineStats
@@ -58,7 +57,7 @@ class StatsRecorder:
             stats.observe("specray_inter_token_latency_seconds", request.last_token - before)
             stats.add("specray_draft_budget_tokens_total", num_allowed)
             stats.accepted(emitted.result.num_draft_tokens, num_kept - 1)
-            if emitted.result.num_draft_tokens and is_typical(request):
+            if emitted.result.num_draft_tokens and request.is_typical:
                 self._alarm.count_tree(drafter, num_kept - 1)
             return
         request.first_token = request.last_token

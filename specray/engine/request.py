@@ -114,6 +114,13 @@ class Request:
         return self.spec.request_id
 
     @property
+    def is_typical(self) -> bool:
+        """Whether its acceptance measures the drafter alone: no draft limit, prediction, grammar or probe."""
+        spec = self.spec
+        has_own_trees = spec.draft_limit != UNLIMITED or spec.predicted_token_ids or spec.params.grammar is not None
+        return not has_own_trees and not spec.is_probe
+
+    @property
     def is_suspect(self) -> bool:
         """Whether it may have ended an engine, so that its first steps must run it alone."""
         return self.spec.num_deaths > 0 and self.num_verify_steps < PROBATION_STEPS

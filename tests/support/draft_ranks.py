@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -116,7 +117,7 @@ def run_draft_ranks(
         with ProcessPoolExecutor(1, mp_context=PROCESSES) as first:
             try:
                 arguments = config, meeting, endpoint, in_graphs, prompts, params, fault, lies, is_late
-                return first.submit(_lead, *arguments).result(TIMEOUT_S)
+                return first.submit(_lead, in_graphs, fault, partial(_generate, *arguments)).result(TIMEOUT_S)
             finally:
                 _end(others)
 
@@ -129,21 +130,11 @@ def _follow(config: EngineConfig, rank: int, meeting: str, endpoint: DraftEndpoi
         worker.run_loop()
 
 
-def _lead(
-    config: EngineConfig,
-    meeting: str,
-    endpoint: DraftEndpoint,
-    in_graphs: bool,
-    prompts: list[list[int]],
-    params: list[dict[str, Any]],
-    fault: Callable[[BaseProcess], None] | None,
-    lies: bool,
-    is_late: bool,
-) -> Seen:
+def _lead(in_graphs: bool, fault: Callable[[BaseProcess], None] | None, generate: Callable[[], Seen]) -> Seen:
     torch.set_num_threads(1)
     source.FIRST_WAIT_S = source.LEAST_WAIT_S = source.FROZEN_S = 3.0 if fault is stop else TIMEOUT_S
     with recorded_graphs() if in_graphs else nullcontext():
-        return _generate(config, meeting, endpoint, in_graphs, prompts, params, fault, lies, is_late)
+        return generate()
 
 
 def _generate(

@@ -13,7 +13,7 @@ from specray.engine.request import DrafterChoice, Emitted, Request
 from specray.engine.stats import EngineStats
 from specray.engine.step_times import UsualTimes
 from specray.metrics import METRICS
-from specray.step import UNLIMITED, DrafterUse, StepResult
+from specray.step import DrafterUse, StepResult
 
 PAIRED = tuple(f"specray_shadow_pair_{field}" for field in ("requests", "trees", "gain", "gain_squares"))  # PairedGain
 LOWER_BOUND = "specray_shadow_gain_lower_bound"
@@ -73,7 +73,7 @@ class DrafterSelector:
         else:
             self._bandit.start(spec.tenant, kind, wanted)
         # A client's own choice says nothing about the drafter that the shadow would replace.
-        may_have_shadow = self._shadow is not None and self._replaced in (None, wanted) and is_typical(request)
+        may_have_shadow = self._shadow is not None and self._replaced in (None, wanted) and request.is_typical
         is_shadowed = may_have_shadow and self._random.random() < self._share
         request.acceptance.drafter = wanted
         shadow = self._shadow if is_shadowed else None
@@ -101,7 +101,7 @@ class DrafterSelector:
             choice, num_tokens = part.request.drafter, min(len(part.result.token_ids), room)
             if choice is None or not num_tokens or part.num_tokens > 1 or not part.request.num_output_tokens:
                 continue  # the end of a prompt has no drafts
-            if not is_typical(part.request):
+            if not part.request.is_typical:
                 continue
             if part.request.in_flight[0].num_drafts:  # the step's limit: a shadow's trees count where drafts may be
                 _count_drafter_tree(
@@ -132,13 +132,6 @@ class DrafterSelector:
         choice.tokens, choice.time = 0, 0.0
 
 
-def is_typical(request: Request) -> bool:
-    """Whether what the request generates says something about its drafter alone."""
-    spec = request.spec
-    has_own_trees = spec.draft_limit != UNLIMITED or spec.predicted_token_ids or spec.params.grammar is not None
-    return not has_own_trees and not spec.is_probe
-
-
 def _name_drafters(stats: EngineStats, names: Iterable[str]) -> None:
     """Start their series at zero."""
     for metric in METRICS:
@@ -165,9 +158,9 @@ def _count_drafter_use(stats: EngineStats, use: DrafterUse) -> None:
     for metric, amount in zip(PAIRED, pairs, strict=True):
         stats.add_labelled(metric, use.drafter, amount)
     if use.num_shadow_requests:
-        gain = PairedGain(*(stats.labelled[metric][use.drafter] for metric in PAIRED))
-        if gain.interval is not None:
-            stats.labelled[LOWER_BOUND][use.drafter] = gain.interval[0]
+        interval = PairedGain(*(stats.labelled[metric][use.drafter] for metric in PAIRED)).interval
+        if interval is not None:
+            stats.labelled[LOWER_BOUND][use.drafter] = interval[0]
 
 
 class StepRow(NamedTuple):
