@@ -24,7 +24,7 @@ from specray.models.gguf_blocks import BLOCKS_FILE
 from tests.support.quantised import published, quantise_model
 
 FORMATS = published(64)  # 128 inputs would not divide the 576 of the model
-SHARED = "bfloat16"  # the name of the model that the others are compared with
+BASELINE = "bfloat16"
 NGRAM = "ngram"
 TABLE = "Quantised checkpoints, one request, `budget: auto`"
 ROUNDS = 4  # for each of the effort's
@@ -35,7 +35,7 @@ def measure(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
     del wanted
     with ExitStack() as stack:
         folders = {name: Path(stack.enter_context(tempfile.TemporaryDirectory())) for name in FORMATS}
-        sessions = {SHARED: _session(EMBEDDED_MODEL)}
+        sessions = {BASELINE: _session(EMBEDDED_MODEL)}
         sessions |= {name: _session(str(_write(name, folder))) for name, folder in folders.items()}
         ratios: defaultdict[str, list[float]] = defaultdict(list)
         gains: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
@@ -50,7 +50,7 @@ def measure(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
                 gains[name, NGRAM] += speed_ratios(copied, NGRAM, PLAIN)
                 speeds[name] = next(record.run.tokens_per_s for record in both if record.variant == PLAIN)
             for name in FORMATS:
-                ratios[name].append(speeds[name] / speeds[SHARED])
+                ratios[name].append(speeds[name] / speeds[BASELINE])
         for name in FORMATS:
             for what, samples, goal in (
                 ("plain / bfloat16", ratios[name], 1.3),

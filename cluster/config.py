@@ -22,8 +22,8 @@ class DraftConfig(Options):
         "auto",
         description="colocated: in a process beside each rank, whose failure does not stop the "
         "engine; separate: the same on a GPU of its own; inline: in the rank's "
-        "process; auto: inline on a GPU without server.admin_key_file and cuda_ipc, else colocated. The output is the "
-        "same.",
+        "process; auto: inline on a GPU unless server.admin_key_file or cuda_ipc is set, else colocated. The output is "
+        "the same.",
     )
     cpus: float = Field(
         0.1,

@@ -40,7 +40,12 @@ METRICS = (
     Metric(
         "specray_drafter_info", "gauge", "1 for the drafting method in use (or none), 0 for earlier ones.", "drafter"
     ),
-    Metric("specray_acceptance_collapsed", "gauge", "1 while its free drafts are hardly ever accepted.", "drafter"),
+    Metric(
+        "specray_acceptance_collapsed",
+        "gauge",
+        "1 while its unlimited drafts are hardly ever accepted.",
+        "drafter",
+    ),
     Metric(
         "specray_verification_is_lossy",
         "gauge",

@@ -88,7 +88,7 @@ class PromptLogprobs(NamedTuple):
     num_top: int  # alternatives reported per token
 
 
-MADE_UP = "\0warm-up"  # the cache_salt of requests that warm an engine up: nothing is learned from their texts
+WARM_UP_SALT = "\0warm-up"  # cache_salt of warm-up requests; drafters learn nothing from their texts
 
 
 class NewRequest(NamedTuple):

@@ -39,7 +39,7 @@ def unpack_result(data: bytes) -> StepResult:
     """Inverse of `pack` for a result."""
     result = StepResult(*msgpack.unpackb(data))
     rows, uses = [_request_result(*row) for row in result.rows], [DrafterUse(*use) for use in result.drafters]
-    buckets = [BucketSeconds(*tier) for tier in result.bucket_seconds]
+    buckets = [BucketSeconds(*bucket) for bucket in result.bucket_seconds]
     return result._replace(rows=rows, times=StepTimes(*result.times), drafters=uses, bucket_seconds=buckets)
 
 

@@ -141,7 +141,7 @@ def measure(
 
 @contextmanager
 def _captured_for(batch_sizes: Sequence[int]) -> Iterator[None]:
-    """Workers capture no graphs but those of these numbers of requests: a lease of a GPU is short."""
+    """Workers capture graphs of these numbers of requests only: capturing all takes longer than measuring."""
 
     def wanted(max_rows: int, max_nodes: int) -> list[Bucket]:
         return [bucket for bucket in buckets(max_rows, max_nodes) if bucket.rows in batch_sizes]

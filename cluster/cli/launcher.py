@@ -211,7 +211,7 @@ def _start_applications(deploy: ServeDeploySchema, apps: dict[str, AppConfig]) -
         raise StartError(
             f"Serve's HTTP proxy did not start ({reason}); check whether the machine is overloaded"
         ) from None
-    check_http_port()  # of two servers that start at the same time, neither saw the other when it began
+    check_http_port()  # two servers that start together both pass the check before Ray starts
     prefixes = {app.name: (app.route_prefix or "/").rstrip("/") for app in deploy.applications}
     for name, config in apps.items():
         try:

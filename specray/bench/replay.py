@@ -117,7 +117,7 @@ def predicted_speeds(costs: StepCosts, replayed: Replayed, batch_sizes: Sequence
 
 
 def _step_seconds(costs: StepCosts, num_drafts: Sequence[int], size: int) -> float:
-    """The mean time of a step of `size` requests: of trees that were far from each other in the replay."""
+    """Mean time of a step of `size` requests, whose trees are taken at equal distances from the replayed ones."""
     count = len(num_drafts)
     steps = ([num_drafts[(first + part * count // size) % count] for part in range(size)] for first in range(count))
     shapes = Counter(StepShape(size, sum(step), max(step)) for step in steps)

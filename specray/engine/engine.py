@@ -142,7 +142,7 @@ class Engine:
         `budget` is that of `new_budget`, which is called here if it is None.
         """
         self.scheduler.budget = budget or self.new_budget(speculative, max_draft_tokens)
-        if any(bucket.num_nodes > max_draft_tokens for bucket in self._bucket_seconds):  # of its trees
+        if any(bucket.num_nodes > max_draft_tokens for bucket in self._bucket_seconds):  # else of smaller trees only
             self.scheduler.budget.record_bucket_seconds(self._bucket_seconds)
         self.capacity = self.capacity._replace(max_draft_tokens=max_draft_tokens)
         self.scheduler.max_draft_tokens = max_draft_tokens
@@ -216,8 +216,8 @@ class Engine:
         cut = text.feed(result.token_ids)
         request.num_reasoning_tokens = text.num_reasoning_tokens
         self.scheduler.commit(emitted, cut.num_kept)
-        drafter = self.drafter_name if self._selector is None else self._selector.drafter_of(request)
-        self._record.emitted(emitted, cut.num_kept, num_allowed, drafter or self.drafter_name)
+        drafter = (self._selector and self._selector.drafter_of(request)) or self.drafter_name
+        self._record.emitted(emitted, cut.num_kept, num_allowed, drafter)
         output = RequestOutput(
             request.request_id,
             result.token_ids[: cut.num_kept],

@@ -19,9 +19,7 @@ class Capacity(NamedTuple):
     # A seed gives one text in any batch, tree or prompt chunk: logits have the same bits, or, in float32, differ by so
     # little that tests have found no text that changed.
     has_one_text: bool = True
-    has_graphs: bool = (
-        False  # decode steps replay CUDA graphs, whose times are in a result (`StepResult.bucket_seconds`)
-    )
+    has_graphs: bool = False  # decode steps replay CUDA graphs; see `StepResult.bucket_seconds`
     without_graphs: tuple[str, ...] = ()  # what has no CUDA graphs on a GPU though they are wanted, and why
     lacks_cpu_kernels: bool = False  # computes on a CPU with torch's operations, which is several times slower
     mixed_prefill_tokens: int = 1024  # prompt tokens of a step in which other requests decode

@@ -1,4 +1,4 @@
-"""Times of steps by batch size: of a token usually, and beside it of a token with drafts, the measured speed-up.
+"""Measured seconds per generated token by batch size, and the speed-up of steps with drafts over plain steps.
 
 An engine runs plain steps among the others: on CPUs `budget: auto` tries them, elsewhere `speculative.plain_share`
 asks for them. They give the time of a plain step by batch size, so the speed-up, a ratio of two counters, is measured

@@ -52,7 +52,7 @@ _WITHIN_IMAGE_MODELS: Mapping[str | None, str] = {"Step3p5ForCausalLM": "step3p7
 _COMMON_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 _SIZES = (*_COMMON_SIZES, "intermediate_size")
 _OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "sliding_window")
-_TEXTS = ("model_type", "dtype", "torch_dtype")
+_STRINGS = ("model_type", "dtype", "torch_dtype")
 MAX_SIZE = 2**31 - 1
 MAX_LAYERS = 10_000
 
@@ -390,9 +390,9 @@ def _check_content(path: Path, content: Any, is_text_model: bool = True) -> None
         if str(name).endswith("_layers") and isinstance(value, int | float) and value > MAX_LAYERS:
             raise ConfigError(f"{path}: {name}={value} is more than {MAX_LAYERS} layers; correct it")
         by_part = name == "dtype" and isinstance(value, dict)
-        if is_text_model and name in _TEXTS and not by_part and not isinstance(value, str | None):
-            raise ConfigError(f"{path}: {name}={value!r} must be a text; correct it")
-        # Sizes by layer are lists. Zeros stand for what a class computes itself; see `_check_numbers` for the others.
+        if is_text_model and name in _STRINGS and not by_part and not isinstance(value, str | None):
+            raise ConfigError(f"{path}: {name}={value!r} must be a string; correct it")
+        # Per-layer sizes are lists. The config class computes a size of 0; `_check_numbers` checks the result.
         is_size = is_text_model and name in (*_SIZES, "num_key_value_heads", "head_dim")
         if is_size and value != 0 and not isinstance(value, list | None):
             _check_size(path, name, value)

@@ -222,7 +222,8 @@ class _ChatEncoder:
     def marks(self, encoding: Encoding, text: str, shift: int = 0) -> list[_Mark]:
         """Special tokens that an encoded text spells; their positions are moved by `shift` characters.
 
-        Another text is encoded as one, too, if it has characters that are not in the vocabulary: as the unknown token.
+        Characters outside the vocabulary are encoded as the unknown token, which is special in some models; they are
+        no marks.
         """
         found = []
         for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):

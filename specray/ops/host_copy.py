@@ -1,11 +1,11 @@
-"""Waiting for a GPU: for a copy on its way to the host, while the device goes on, or for all that was launched."""
+"""Copies to the host that do not block the device, and waiting for the work on a device's stream."""
 
 import torch
 from torch import Tensor
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until a GPU has done what was launched on its stream. A CPU always has."""
+    """Wait for the work launched on a GPU's current stream; returns at once on a CPU."""
     if device.type == "cuda":
         end = torch.Event(device)
         end.record()

@@ -29,7 +29,7 @@ from specray.spec_decode.propose_context import ProposeContext
 from specray.spec_decode.request_state import RequestState
 from specray.spec_decode.tree_edits import replace_trees
 from specray.spec_decode.tree_merge import Calibration, Proposal, Rate, ScoredLists, merge, observe
-from specray.step import MADE_UP
+from specray.step import WARM_UP_SALT
 
 DRAFTER, PREDICTION, TEXTS = "drafter", "prediction", ("own text", "finished texts", "corpora")
 GROWTH_COST = 0.2  # a step's additional time for the drafter's trees, by heads of the configurations in configs/
@@ -147,7 +147,7 @@ class MergedDrafter:
             self.drafter.propose(replace(context, requests=[], unfinished=everything, replay=None))
             tree = DraftTree.roots(context.roots())
         for place, found in proposals.items():
-            if found and states[place].cache_salt != MADE_UP:
+            if found and states[place].cache_salt != WARM_UP_SALT:
                 self._count_gain(found[-1], states[place])
             known = self._requests[states[place].slot]
             known.proposals, known.num_known = found, len(states[place].token_ids)
@@ -190,7 +190,7 @@ class MergedDrafter:
     def _learn(self, state: RequestState) -> None:
         """Compare a request's last trees with the text that followed."""
         known = self._requests.get(state.slot)
-        if known is None or state.cache_salt == MADE_UP or not (text := state.token_ids[known.num_known :]):
+        if known is None or state.cache_salt == WARM_UP_SALT or not (text := state.token_ids[known.num_known :]):
             return
         for proposal in known.proposals:
             of_all = self._calibration(state, proposal.source)

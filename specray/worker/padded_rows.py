@@ -44,9 +44,9 @@ class PaddedRows:
     ) -> None:
         """`slots` int64 [R] are those of the table: an empty request for padding.
 
-        `num_kept` int64 [R] are the committed tokens, 0 for padding, and `nodes` int64 [R, N] the places of their
-        hidden states of the target among the `states` [R * N, any], counted from r * N, so also negative; past
-        `num_kept` that of any. Unless `is_sampled`, all requests are greedy. Trees have at most `num_drafts` drafts.
+        `num_kept` int64 [R] are the committed tokens, 0 for padding. Row r's hidden states of the target are at
+        r * N + `nodes[r]` (int64 [R, N], also negative) in `states` [R * N, any]; entries past `num_kept` may be any
+        valid place. Unless `is_sampled`, all requests are greedy. Trees have at most `num_drafts` drafts.
         """
         self.slots, self.count = slots, len(slots)
         self._table, self._num_kept, self._nodes, self._states = table, num_kept, nodes, states

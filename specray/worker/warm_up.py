@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from specray.config import EngineConfig
 from specray.spec_decode.propose_context import DraftRequest
-from specray.step import MADE_UP, UNLIMITED, NewRequest, SamplingOptions, ScheduledRequest, StepPlan
+from specray.step import UNLIMITED, WARM_UP_SALT, NewRequest, SamplingOptions, ScheduledRequest, StepPlan
 from specray.worker.remote_drafter.wire import DraftReply, Order, RequestDelta
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class WarmUpSizes(NamedTuple):
         blocks = list(range(1, 1 - (length + behind) // -config.page_size))
         for drafter in [each.name for each in config.speculative.drafters] or [""]:
             for options in OPTIONS:
-                yield NewRequest(SLOT, prompt, length, 0, blocks, options, MADE_UP, drafter=drafter)
+                yield NewRequest(SLOT, prompt, length, 0, blocks, options, WARM_UP_SALT, drafter=drafter)
 
 
 def warm_up(worker: "Worker", config: EngineConfig) -> None:

@@ -75,8 +75,8 @@ class PlainSteps:
         self._due = 0.0  # steps without drafts that are to come
         self._left = 0  # of those that have begun
 
-    def has_next(self) -> bool:
-        """Whether the next step is one. Called once for each step."""
+    def next_is_plain(self) -> bool:
+        """Count one more step; True if it has no drafts."""
         self._due += self._share
         if self._due >= PLAIN_STEPS:
             self._left, self._due = PLAIN_STEPS, self._due - PLAIN_STEPS
@@ -95,7 +95,7 @@ class StaticBudget:
 
     def shares(self, requests: Sequence[Drafting], num_reading: int = 0) -> Shares:  # noqa: ARG002
         wanted = [request.most for request in requests]
-        if self._plain.has_next():
+        if self._plain.next_is_plain():
             return Shares([0] * len(requests))
         weights = [request.weight for request in requests]
         return Shares(wanted if self._most is None else shares_by_weight(wanted, weights, self._most))

@@ -44,12 +44,12 @@ class BucketCosts:
 
     def seconds(self, num_requests: int, num_drafts: int) -> float:
         """The expected time of a step in which the largest tree has so many drafts."""
-        curve, nodes, more = self._tier(num_requests, num_drafts)
+        curve, nodes, more = self._bucket(num_requests, num_drafts)
         return float(self._pace * more * curve.at(nodes))
 
     def observe(self, shape: StepShape, seconds: float) -> None:
         """Learn from a step: what its bucket costs beside others, and how slow all have become."""
-        curve, nodes, more = self._tier(shape.num_requests, shape.most_drafts)
+        curve, nodes, more = self._bucket(shape.num_requests, shape.most_drafts)
         usual = self.seconds(shape.num_requests, shape.most_drafts)
         deviation = seconds / usual
         counted = CLIP / max(CLIP, deviation)
@@ -59,7 +59,7 @@ class BucketCosts:
     def _rows(self, num_requests: int) -> int:
         return next((rows for rows in self._curves if rows >= num_requests), max(self._curves))
 
-    def _tier(self, num_requests: int, num_drafts: int) -> tuple[Curve, int, float]:
+    def _bucket(self, num_requests: int, num_drafts: int) -> tuple[Curve, int, float]:
         """(seconds by nodes, the nodes of the bucket, how many times its requests there are)."""
         rows = self._rows(num_requests)
         buckets = self._num_nodes[rows]
@@ -85,7 +85,7 @@ class GraphBudget:
     def shares(self, requests: Sequence[Drafting], num_reading: int = 0) -> Shares:
         if not any(request.most for request in requests):  # says nothing about drafts, which nobody may have
             return Shares([0] * len(requests), self._runs_drafter(requests, num_reading))
-        if self._plain.has_next():
+        if self._plain.next_is_plain():
             return Shares([0] * len(requests))
         wanted = [request.most if request.acceptance.is_caught_up else 0 for request in requests]
         most = self._best(requests, wanted)

@@ -32,8 +32,8 @@ from specray.server.tasks import Tasks
 
 NOT_READY = "the engine is starting or restarting; try again in a few seconds"
 HEARTBEAT_TIMEOUT_S = 3.0  # a router that is silent for longer counts as lost
-# A router that sends no item, or no answer to a request, for so long gets new requests only if all others are late or
-# full. Requests that it has not answered are then sent to such another one, if it sends no items, either.
+# A router that has sent no item, or has not answered a request, for so long gets new requests only if all others are
+# late or full. If it has sent no items either, requests that it has not answered go to another router.
 LATE_ITEM_S, LATE_ANSWER_S = 1.2, 0.5
 CONNECT_TIMEOUT_S = 5.0
 DRAFTER_LOAD_TIMEOUT_S = 600.0  # a drafter may have to be downloaded first
@@ -230,8 +230,8 @@ class RouterClient(RouterCalls):
     ) -> None:
         """Start requests, all or none, whose outputs go to `listener`. RequestRefusedError or RouterLostError.
 
-        A router that sends nothing is given up before it counts as lost if `has_other`: another one could take the
-        requests. If the caller is cancelled, the requests are aborted.
+        If the router sends nothing and `has_other()` says that another one could take the requests, RouterLostError
+        comes before HEARTBEAT_TIMEOUT_S. If the caller is cancelled, the requests are aborted.
         """
         request_ids = [request.request_id for request in requests]
         self._listeners.update(dict.fromkeys(request_ids, listener))

@@ -207,7 +207,7 @@ class DeltaDecoder:
     def context(self, order: Order, region: Tensor) -> ProposeContext:
         """Apply an order, by one copy to the device. `region` [region_tokens, width] holds its hidden states.
 
-        They are copied while the host goes on, so it may be written again once the device has drafted.
+        The copy is asynchronous: `region` may be written again only after the device has drafted.
         """
         for slot in order.freed_slots:
             self._table.free(slot)
