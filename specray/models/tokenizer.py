@@ -204,6 +204,11 @@ class _ChatEncoder:
         return frozenset(self.encode(_IN_NO_VOCABULARY).ids) & self._specials.keys()
 
     @cached_property
+    def _forbidden(self) -> frozenset[int]:
+        """The special tokens that no text may become; white space and unknown characters are in any text."""
+        return frozenset(token for token, content in self._specials.items() if content.strip()) - self._unknown
+
+    @cached_property
     def _plain(self) -> Tokenizer:
         # A copy, because the switch is state of the tokenizer, which other threads use.
         copy = Tokenizer.from_str(self._backend.to_str())
@@ -245,7 +250,15 @@ class _ChatEncoder:
         return ids + self._encode_plain(text[position:])
 
     def _encode_plain(self, text: str) -> list[int]:
-        return self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        """InvalidRequestError if the model's own vocabulary has a special token that the text spells."""
+        ids = self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        if not self._forbidden.isdisjoint(ids):
+            spelt = next(self._specials[token] for token in ids if token in self._forbidden)
+            raise InvalidRequestError(
+                f"a message contains {spelt!r}, which this model's tokenizer encodes as a special token only",
+                "messages",
+            )
+        return ids
 
 
 _ENCODERS: "WeakKeyDictionary[PreTrainedTokenizerFast, _ChatEncoder]" = WeakKeyDictionary()
