@@ -58,7 +58,8 @@ class Scheduler:
 
     @property
     def num_free_slots(self) -> int:
-        return len(self._free_slots)
+        """Slots that a client's request can have. An audit makes way for it."""
+        return len(self._free_slots) + sum(request.spec.is_audit for request in self.running)
 
     @property
     def has_freed_slots(self) -> bool:

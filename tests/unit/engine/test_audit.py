@@ -5,6 +5,7 @@
 
 import time
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from random import Random
 
@@ -18,6 +19,7 @@ from specray.engine.audit import MAX_PENDING, Auditor
 from specray.engine.engine import Engine
 from specray.engine.request import EngineRequest, Request
 from specray.engine.request_log import RequestLog, read_log
+from specray.errors import QueueFullError
 from specray.outputs import RequestOutput
 from specray.sampling_params import SamplingParams
 from specray.step import NewRequest, RequestResult, ScheduledRequest
@@ -167,6 +169,28 @@ def test_an_audit_makes_way_and_continues_later() -> None:
     assert (audited.num_audits, audited.num_mismatches) == (2, 0)
     entered = audited.executor.counts.entries
     assert (entered[1], entered[2]) == (3, 2)  # the first audit began twice
+
+
+def test_an_audit_takes_no_clients_place() -> None:
+    """As many requests are accepted while an audit runs as in an idle engine."""
+    audited, idle = Audited(drafting()), Audited(drafting(), share=0.0)
+    audited.add(1)
+    auditor = audited.engine.auditor
+    while auditor is None or auditor.running is None:
+        audited.engine.step()
+    assert [request.spec.is_audit for request in audited.engine.scheduler.running] == [True]
+    accepted = [num_accepted(run.engine) for run in (audited, idle)]
+    assert accepted == [CONFIG.max_running_requests + CONFIG.max_queued_requests] * 2
+
+
+def num_accepted(engine: Engine) -> int:
+    """Requests until the queue is full."""
+    for number in count():
+        try:
+            engine.add_request(EngineRequest(f"a{number}", prompt(1), LONG))
+        except QueueFullError:
+            return number
+    raise AssertionError
 
 
 def test_audits_cost_a_busy_server_no_step() -> None:
