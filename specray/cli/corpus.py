@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,8 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    for path in options.files:  # before the tokenizer is loaded, which takes seconds
-        path.stat()
+    _check_files(options.files, options.out)  # before the tokenizer is loaded, which takes seconds
     from tqdm import tqdm
 
     from specray.models.files import resolve_model
@@ -62,6 +61,21 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _check_files(files: Sequence[Path], out: Path) -> None:
+    """ConfigError unless texts are regular files, and the corpus would replace nothing but an older one of its kind."""
+    for path in files:
+        path.stat()
+        if not (path.is_file() or path.is_dir()):
+            raise ConfigError(f"{path} is no regular file; name files of text")
+        if out.exists() and out.samefile(path):
+            raise ConfigError(f"--out {out} is one of the texts; choose another file")
+    if out.exists() and not out.is_file():
+        raise ConfigError(f"--out {out} is no regular file; choose another one")
+    folder = next(parent for parent in out.absolute().parents if parent.exists())
+    if not folder.is_dir():
+        raise ConfigError(f"--out {out}: {folder} is no folder; choose another one")
+
+
 def _tokens(path: Path, tokenizer: "Tokenizer", bar: "tqdm[Any]") -> Iterator[int]:
     try:
         with path.open(encoding="utf-8") as file:
@@ -69,4 +83,4 @@ def _tokens(path: Path, tokenizer: "Tokenizer", bar: "tqdm[Any]") -> Iterator[in
                 yield from tokenizer.encode(lines, add_special_tokens=False).ids
                 bar.update(len(lines.encode()))
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is no text in UTF-8: {error.reason} at byte {error.start}") from None
+        raise ConfigError(f"{path} is no text in UTF-8: {error.reason}") from None

@@ -188,9 +188,10 @@ def _check_rotary_and_layers(path: Path, config: Any) -> None:
             f"{path}: layer_types has {other[0]!r}; served are layers of {' and '.join(sorted(_LAYER_TYPES))}; choose "
             "another model"
         )
-    without_rope = [
-        layer for layer, uses_rope in enumerate(getattr(config, "no_rope_layers", None) or ()) if not uses_rope
-    ]
+    layers = getattr(config, "no_rope_layers", None) or []
+    if not isinstance(layers, list):
+        raise ConfigError(f"{path}: no_rope_layers={layers!r} must be a list; correct it")
+    without_rope = [layer for layer, uses_rope in enumerate(layers) if not uses_rope]
     if without_rope:
         raise ConfigError(
             f"{path}: no_rope_layers takes the rotary positions from layer {without_rope[0]}, which is not supported; "

@@ -76,14 +76,17 @@ def open_corpora(config: SpeculativeConfig, folder: Path) -> list[Corpus]:
 
 
 def write_corpus(path: Path, texts: Iterable[Sequence[int]], tokenizer: str) -> int:
-    """Write the file of these texts, as token ids; returns their number of tokens."""
+    """Write the file of these texts, as token ids; returns their number of tokens. ConfigError if it cannot."""
     parts = [np.array([GAP], dtype=np.int32)]
     for text in texts:
         parts += [np.array(text, dtype=np.int32), parts[0]]
     tokens = np.concatenate(parts)
     order = sorted_places(tokens)
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_file({"tokens": tokens, "order": order}, path, {"format": FORMAT, "tokenizer": tokenizer})
+    try:
+        save_file({"tokens": tokens, "order": order}, path, {"format": FORMAT, "tokenizer": tokenizer})
+    except SafetensorError as error:
+        raise ConfigError(f"{path} cannot be written: {error}") from None
     return int((tokens != GAP).sum())
 
 

@@ -50,6 +50,7 @@ def test_a_lying_configuration_is_a_config_error(options: dict[str, object], tmp
         ("llama", "hidden_size", -1),
         ("gemma4", "head_dim", 2**40),
         ("qwen2_5_vl", "text_config.num_hidden_layers", 2**53),
+        ("qwen2_5_vl", "text_config", 3),
     ],
 )
 def test_the_key_and_the_value_are_named_before_memory_is_taken(

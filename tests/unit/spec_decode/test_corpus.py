@@ -136,3 +136,13 @@ def test_the_command_makes_a_corpus_of_files(toy: Path, tmp_path: Path, capsys: 
     ):
         assert cli.main([*build, *arguments]) == 2
         assert error in capsys.readouterr().err
+    (tmp_path / "folder").mkdir()
+    for refused, error in (
+        (first, "is one of the texts"),
+        (tmp_path / "folder", "no regular file"),
+        (second / "x", "no folder"),
+    ):
+        before = first.read_text()
+        assert cli.main(["corpus", "build", "--model", str(toy), "--out", str(refused), str(first)]) == 2
+        assert error in capsys.readouterr().err
+        assert first.read_text() == before
