@@ -5,6 +5,7 @@ import json
 import os
 import time
 from collections import Counter
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -50,7 +51,7 @@ def test_clients_that_disconnect_at_any_byte_leak_nothing(warm_app: Any, stream:
     ledger = asyncio.run(run(load)).ledger
     print(f"{ledger.num_begun} sent, {ledger.statuses()}")
     assert not ledger.violations()
-    assert ledger.count(Outcome.ABORTED) > ledger.num_begun / 3
+    assert ledger.count(Outcome.ABORTED) > ledger.num_begun / 3, ledger.endings
     assert asyncio.run(idle_after(warm_app.url, KEY)) < IDLE_S
     deadline = time.monotonic() + IDLE_S
     while any(num > before.get(process, num) + SPARE for process, num in descriptors().items()):
@@ -59,10 +60,13 @@ def test_clients_that_disconnect_at_any_byte_leak_nothing(warm_app: Any, stream:
 
 
 def descriptors() -> dict[int, int]:
-    """Numbers of open files and sockets of the proxy and every replica."""
+    """Numbers of open files and sockets of the proxy and every replica. A replica of before may end meanwhile."""
     titles = ("ray::ProxyActor", "ray::ServeReplica:app:OpenAIIngress", "ray::ServeReplica:app:Router")
-    processes = [process for title in titles for process in own_processes(title)]
-    return {process: len(os.listdir(f"/proc/{process}/fd")) for process in processes}
+    found = {}
+    for process in (process for title in titles for process in own_processes(title)):
+        with suppress(FileNotFoundError, ProcessLookupError, PermissionError):  # the last one is a zombie's
+            found[process] = len(os.listdir(f"/proc/{process}/fd"))
+    return found
 
 
 def test_a_redeployment_lets_streams_finish(redeployment: Redeployment) -> None:
