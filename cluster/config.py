@@ -22,8 +22,7 @@ class DraftConfig(Options):
         "auto",
         description="colocated: in a process beside each rank, whose failure does not stop the "
         "engine; separate: the same on a GPU of its own; inline: in the rank's "
-        "process; auto: inline on a GPU unless server.admin_key_file or cuda_ipc is set, else colocated. The output is "
-        "the same.",
+        "process; auto: inline on a GPU unless server.admin_key_file or cuda_ipc is set, else colocated.",
     )
     cpus: float = Field(
         0.1,
@@ -35,13 +34,17 @@ class DraftConfig(Options):
         0.2,
         gt=0.0,
         lt=1.0,
-        description="Share of a rank's GPU that Ray reserves for the colocated drafter, like cpus. A separate drafter "
-        "has a whole one.",
+        description="Share of a rank's GPU that Ray reserves for the colocated drafter, like cpus.",
     )
     cuda_ipc: bool = Field(
         False,
         description="Hand hidden states to a colocated drafter in the GPU's memory (CUDA IPC). "
         "Needs an allocator without expandable_segments.",
+    )
+    mps: Literal["auto", "off"] = Field(
+        "auto",
+        description="auto: start NVIDIA's MPS, if installed, for an engine with a drafter colocated on a GPU, unless "
+        "CUDA_MPS_PIPE_DIRECTORY names another. A fault of one process then ends both.",
     )
 
     @model_validator(mode="after")

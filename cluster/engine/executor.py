@@ -1,6 +1,7 @@
 """The engine's executor over ranks that are Ray actors. Ray starts and monitors them; a unix socket carries steps."""
 
 import contextlib
+import logging
 import os
 import secrets
 import socket
@@ -13,6 +14,7 @@ from ray.exceptions import GetTimeoutError, RayError
 
 from cluster import process_settings
 from cluster.config import AppConfig
+from cluster.engine.mps import IN_USE, MpsDaemon, reason_without_mps
 from cluster.engine.placement import (
     PLACEMENT_TIMEOUT_S,
     Bundle,
@@ -42,6 +44,8 @@ from specray.worker.remote_drafter.handshake import DraftEndpoint
 POLL_INTERVAL_S = 0.2  # between checks for dead ranks while waiting
 EXIT_REASON_TIMEOUT_S = 2.0  # for the exit reason of a rank that closed its socket
 
+logger = logging.getLogger("ray.serve")
+
 
 class RayExecutor:
     """Implements `specray.engine.executor.Executor` with one actor per rank. Plans are sent to rank 0."""
@@ -58,17 +62,25 @@ class RayExecutor:
         self._watchdogs: Watchdogs | None = None
         self._channel: Channel | None = None
         self._drafter: DrafterSupervisor | None = None
+        self.mps = reason_without_mps(config, os.environ) or IN_USE  # for /server_info
+        self._mps = MpsDaemon(Path(self._folder.name)) if self.mps == IN_USE else None
+        if with_gpus and config.has_draft_actor:
+            logger.info("draft.mps: %s is %s", config.draft.mps, self.mps)
         self._failure: str | None = None
         self._step_timeout_s = config.server.step_timeout_s
         self._epoch = secrets.randbits(64)
         self.rank_nodes: tuple[str, ...] = ()  # address of each rank's node
         try:
             self._actors = self._create(config, with_gpus)
+            wanted = bundles(config, with_gpus)
+            if self._mps is not None:
+                self.mps = self._mps.start([gpu for place in self._places(wanted) for gpu in place.gpus])
             if config.has_draft_actor:
                 resources = draft_resources(config, with_gpus)
                 options = [self._options(config, resources, bundle) for bundle in draft_bundles(config)]
-                self._drafter = DrafterSupervisor(_rank_config(config), self._endpoint(config), options)
-            places = self._places(bundles(config, with_gpus))
+                release = self._mps.release if self._mps is not None else lambda _: None
+                self._drafter = DrafterSupervisor(_rank_config(config), self._endpoint(config), options, release)
+            places = self._places(wanted)
             self.rank_nodes = tuple(place.address for place in places)
             self._watchdogs = Watchdogs(Path(self._folder.name), places, self._watchdog_options)
             max_plans = 1 if config.disable_overlap_schedule else 2
@@ -169,6 +181,8 @@ class RayExecutor:
         if self._drafter is not None:
             self._drafter.close()
         self._actors = []
+        if self._mps is not None:
+            self._mps.close()
         self._placement.release()
         self._folder.cleanup()
 
@@ -194,11 +208,14 @@ class RayExecutor:
 
     def _options(self, config: AppConfig, resources: Bundle, bundle: int) -> dict[str, Any]:
         """Ray's options for an actor in a bundle."""
+        environment = rank_environment(config, has_gpu="GPU" in resources)
+        if self._mps is not None:
+            environment |= self._mps.environment
         return {
             "num_cpus": resources["CPU"],
             "num_gpus": resources.get("GPU", 0.0),
             "scheduling_strategy": self._placement.bundle(bundle),
-            "runtime_env": {"env_vars": rank_environment(config, has_gpu="GPU" in resources)},
+            "runtime_env": {"env_vars": environment},
         }
 
     def _watchdog_options(self, rank: int) -> dict[str, Any]:

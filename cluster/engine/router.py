@@ -80,7 +80,7 @@ class Router:
             engine.auditor = Auditor(config.server.audit, engine.stats, Random(), keep)
         self._engine = AsyncEngine(engine, self._deliver_from_thread, config.server.stream_interval_ms / 1000)
         self._connections = Connections(self._engine.abort, config.server.metrics_interval_s)
-        self._info = _info(config, engine, self._executor.rank_nodes)
+        self._info = _info(config, engine, self._executor)
         self._reconciler: DrafterReconciler | None = None
         if config.replaces_drafters:
             drafter = self._executor.drafter
@@ -370,7 +370,7 @@ def _request_log(server: ServerConfig) -> RequestLog | None:
     return RequestLog(Path(server.request_log), server.request_log_tenants, max_bytes, server.request_log_redacted)
 
 
-def _info(config: AppConfig, engine: Engine, rank_nodes: tuple[str, ...]) -> RouterInfo:
+def _info(config: AppConfig, engine: Engine, executor: RayExecutor) -> RouterInfo:
     capacity = engine.capacity
     return RouterInfo(
         model=config.model_name,
@@ -381,7 +381,8 @@ def _info(config: AppConfig, engine: Engine, rank_nodes: tuple[str, ...]) -> Rou
         eos_token_ids=capacity.eos_token_ids,
         dtype=capacity.dtype,
         has_one_text=capacity.has_one_text,
-        rank_nodes=rank_nodes,
+        rank_nodes=executor.rank_nodes,
         node_id=ray.get_runtime_context().get_node_id() if ray.is_initialized() else "",
         without_graphs=capacity.without_graphs,
+        mps=executor.mps,
     )

@@ -58,13 +58,20 @@ class DrafterSupervisor:
     """Restarts an engine's drafter when it ends, and replaces it on request.
 
     `options` are the Ray options of an actor for each rank; a drafter without a model to split has the first one only.
+    `before_kill` is called with the ID of each process on this node that runs when it is ended.
 
     One thread does all of this. `start` starts it and waits for the first drafter, whose process is created by the
     constructor already, so that it starts at the same time as the target.
     """
 
-    def __init__(self, config: EngineConfig, endpoint: DraftEndpoint, options: Sequence[dict[str, Any]]) -> None:
-        self._configured = config
+    def __init__(
+        self,
+        config: EngineConfig,
+        endpoint: DraftEndpoint,
+        options: Sequence[dict[str, Any]],
+        before_kill: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        self._configured, self._before_kill = config, before_kill
         self._config = with_values(config, speculative=SpeculativeConfig())
         self._num_slots = 0
         self._endpoint = endpoint
@@ -253,7 +260,7 @@ class DrafterSupervisor:
         paths = [folder / f"heartbeat-drafter-{number}-{rank}" for rank in range(len(classes))]
         heartbeats = [HeartbeatFile(path) for path in paths]  # made before the actors look for them
         actors = [each.remote(config, str(paths[rank]), rank) for rank, each in enumerate(classes)]
-        return _DrafterProcesses(heartbeats, actors, folder / f"ranks-drafter-{number}")
+        return _DrafterProcesses(heartbeats, actors, folder / f"ranks-drafter-{number}", self._before_kill)
 
 
 class _CancelledError(Exception):
@@ -267,9 +274,15 @@ class _DrafterProcesses:
     that it is late and then frozen.
     """
 
-    def __init__(self, heartbeats: Sequence[HeartbeatFile], actors: Sequence[Any], rendezvous: Path) -> None:
+    def __init__(
+        self,
+        heartbeats: Sequence[HeartbeatFile],
+        actors: Sequence[Any],
+        rendezvous: Path,
+        before_kill: Callable[[int], None],
+    ) -> None:
         """`rendezvous` is a new file for actors of one node to meet."""
-        self._heartbeats = heartbeats
+        self._heartbeats, self._before_kill = heartbeats, before_kill
         self._actors, self._rendezvous = actors, rendezvous
         self._processes: dict[int, Process] = {}  # by rank, those on this node
         self._sentinels: list[ray.ObjectRef[None]] = []
@@ -338,6 +351,9 @@ class _DrafterProcesses:
 
     def end(self, grace_s: float = 0.0) -> None:
         """End the processes, and kill those on this node unless they end within `grace_s` seconds. Idempotent."""
+        for process in self._processes.values():
+            if process.is_running:
+                self._before_kill(process.pid)
         for actor in self._actors:
             with contextlib.suppress(RayError):
                 ray.kill(actor)

@@ -4,7 +4,9 @@ import contextlib
 import logging
 import os
 import select
+import shutil
 import signal
+import subprocess
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
@@ -15,6 +17,8 @@ from specray.errors import ConfigError, EngineDeadError, SpecRayError
 
 logger = logging.getLogger("ray.serve")
 CAUSE_S = 0.5  # for the actor that ended the others to be reported, too
+MPS_FOLDER = "CUDA_MPS_PIPE_DIRECTORY"  # variable of processes that use an MPS daemon (`cluster.engine.mps`)
+NVIDIA_SMI = "nvidia-smi"
 RAY_EXIT_S = 1.0  # for a process that Ray ends, which takes milliseconds; Ray logs a failure if it is killed meanwhile
 
 
@@ -24,22 +28,28 @@ class Place(NamedTuple):
     node_id: str
     address: str  # the node's in the Ray cluster
     pid: int
+    gpus: tuple[str, ...] = ()  # that it sees; see `see_own_gpus`
 
     @classmethod
     def here(cls) -> Self:
         """The place of this process."""
         address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        return cls(ray.get_runtime_context().get_node_id(), address, os.getpid())
+        gpus = tuple(filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")))
+        return cls(ray.get_runtime_context().get_node_id(), address, os.getpid(), gpus)
 
 
 def see_own_gpus() -> None:
     """Let this actor see the GPUs that Ray gave it and no others; call it before torch is imported.
 
     Ray does this itself, unless RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is set or the actor reserves none. Every
-    rank would then take the first GPU of its node.
+    rank would then take the first GPU of its node. With MPS they are named by UUID, because its daemon renumbers GPUs.
     """
     if ray.is_initialized():  # not in tests that call an actor's class
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, ray.get_gpu_ids()))
+        gpus = [str(gpu) for gpu in ray.get_gpu_ids()]
+        if os.environ.get(MPS_FOLDER):
+            uuids = _gpu_uuids()
+            gpus = [uuids.get(gpu, gpu) for gpu in gpus]
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
 
 
 def start_error(what: str, error: RayError) -> SpecRayError:
@@ -72,6 +82,15 @@ def exit_reason(names: Sequence[str], sentinels: "Sequence[ray.ObjectRef[Any]]",
             return f"{name} failed: {type(cause).__name__}"
         case _:
             return f"{name} {_end_of(end)}"
+
+
+def _gpu_uuids() -> dict[str, str]:
+    """The UUID of each GPU of this node, by number; empty without nvidia-smi."""
+    if (program := shutil.which(NVIDIA_SMI)) is None:
+        return {}
+    query = [program, "--query-gpu=index,uuid", "--format=csv,noheader"]
+    lines = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()
+    return dict(line.split(", ") for line in lines)
 
 
 def _ends(names: Sequence[str], sentinels: "Sequence[ray.ObjectRef[Any]]") -> list[tuple[str, RayError | None]]:
@@ -112,16 +131,27 @@ class Process:
     """
 
     def __init__(self, pid: int) -> None:
+        self.pid = pid
         self._fd = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None
+
+    @property
+    def is_running(self) -> bool:
+        """False once it was killed here, too."""
+        return self._fd is not None and not self._has_ended(0.0)
 
     def kill(self, grace_s: float = 0.0) -> None:
         """Kill the process unless it ends within `grace_s` seconds. Idempotent."""
         if self._fd is None:
             return
-        ended = select.poll()
-        ended.register(self._fd, select.POLLIN)
-        ended.poll(1000 * grace_s)
+        self._has_ended(grace_s)
         with contextlib.suppress(OSError):  # already ended
             signal.pidfd_send_signal(self._fd, signal.SIGKILL)
         os.close(self._fd)
         self._fd = None
+
+    def _has_ended(self, timeout: float) -> bool:
+        """Wait at most `timeout` seconds for its end."""
+        assert self._fd is not None
+        ended = select.poll()
+        ended.register(self._fd, select.POLLIN)
+        return bool(ended.poll(1000 * timeout))

@@ -1,18 +1,23 @@
 """Engines on GPUs that only Ray believes to be there: bundles, ordinals, shares, and the error if there are too few."""
 
 import os
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 
 from cluster.config import AppConfig
+from cluster.engine import executor
 from cluster.engine.executor import RayExecutor
 from cluster.engine.node_resources import check_node_resources
 from cluster.engine.placement import Placement, decide_device, draft_bundles, draft_resources, rank_resources
 from cluster.liveness.actors import see_own_gpus
+from specray.config import with_values
 from specray.errors import ConfigError
 from tests.cluster.conftest import NUM_GPUS
+from tests.support.fake_mps import SERVER, UUIDS, FakeMps, has_ended
 
 ALL = ",".join(map(str, range(NUM_GPUS)))
 # Without this variable Ray hides the other GPUs itself.
@@ -40,21 +45,21 @@ class SeeingActor:
 def test_each_rank_has_a_gpu_and_shares_it_with_the_draft_actor_beside_it(environment: dict[str, str]) -> None:
     config = decide_device(AppConfig.model_validate(OPTIONS))
     assert config.device == "cuda"
-    executor = object.__new__(RayExecutor)
-    executor._placement = Placement(config, with_gpus=True)
+    engine = object.__new__(RayExecutor)
+    engine._placement, engine._mps = Placement(config, with_gpus=True), None
     wanted = [(rank_resources(config, True, rank), rank) for rank in range(config.tp_size)]
     wanted += [(draft_resources(config, True), bundle) for bundle in draft_bundles(config)]
     actors = []
     try:
         for resources, bundle in wanted:
-            options = executor._options(config, resources, bundle)
+            options = engine._options(config, resources, bundle)
             options["runtime_env"]["env_vars"] |= environment
             actors.append(ray.remote(SeeingActor).options(**options).remote())
         seen = ray.get([actor.seen.remote() for actor in actors], timeout=120)
     finally:
         for actor in actors:
             ray.kill(actor)
-        executor._placement.release()
+        engine._placement.release()
     ranks, drafters = seen[: config.tp_size], seen[config.tp_size :]
     assert sorted(ranks) == ALL.split(",")
     assert drafters == ranks
@@ -67,3 +72,43 @@ def test_an_engine_with_more_gpus_than_there_are_is_one_error() -> None:
         ConfigError, match=f"needs {NUM_GPUS + 1} GPU on one node, and there are {NUM_GPUS}; set device"
     ):
         check_node_resources([config])
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_an_engine_computes_with_an_mps_daemon_that_ends_last(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its processes are those of an engine on GPUs, which compute on the CPU."""
+    fake, environment_of, config_of = FakeMps(tmp_path / "bin"), executor.rank_environment, executor._rank_config
+
+    def environment(config: AppConfig, has_gpu: bool) -> dict[str, str]:
+        return environment_of(config, has_gpu) | {"PATH": fake.path}
+
+    monkeypatch.setenv("PATH", fake.path)
+    monkeypatch.setattr(executor, "rank_environment", environment)
+    monkeypatch.setattr(executor, "_rank_config", lambda config: with_values(config_of(config), device="cpu"))
+    speculative = {"algorithm": "NGRAM"}
+    config = AppConfig.model_validate(
+        OPTIONS | {"tp_size": 1, "model": str(tiny_model), "device": "cuda", "speculative": speculative}
+    )
+    engine = RayExecutor(config)
+    try:
+        assert (engine.mps, engine.capacity.max_draft_tokens > 0) == ("on", True)
+        daemon, seen = fake.daemon(), fake.environment
+        assert seen["CUDA_VISIBLE_DEVICES"] in UUIDS
+        uses = {process.pid: process.environ().get("CUDA_MPS_PIPE_DIRECTORY") for process in ray_processes()}
+        computing = [pid for pid, folder in uses.items() if folder == seen["CUDA_MPS_PIPE_DIRECTORY"]]
+        assert len(computing) == 2
+        assert daemon.is_running()
+    finally:
+        engine.stop()
+    assert has_ended(daemon)
+    *_, servers, terminate, end = fake.commands
+    assert (servers, end) == ("get_server_list", "quit -t 5")
+    assert terminate in [f"terminate_client {SERVER} {pid}" for pid in computing]
+
+
+def ray_processes() -> list[psutil.Process]:
+    """The actors of this user's engines."""
+    names = ("ray::TargetActor", "ray::DraftActor")
+    return [each for each in psutil.process_iter(["cmdline"]) if " ".join(each.info["cmdline"] or ()).startswith(names)]

@@ -31,6 +31,7 @@ class LocalRanks(LocalExecutor):
     """A `RayExecutor` without Ray. It drafts itself, also where an actor would."""
 
     rank_nodes = ("127.0.0.1",)
+    mps = "off"
     drafter_absence = ""
 
     def failure(self) -> str | None:

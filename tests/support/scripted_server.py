@@ -89,6 +89,7 @@ class ScriptedRanks:
         self.drafter = ScriptedSupervisor()
         self.drafter_absence = ""
         self.rank_nodes = ("10.0.0.1",)
+        self.mps = "off"
         self.step_s = step_s
         self.broken: str | None = None
         self.is_stopped = False

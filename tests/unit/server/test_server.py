@@ -474,6 +474,7 @@ def test_server_info_reports_options_and_state(serve: Serve) -> None:
         async with serve(page_size=8) as server:
             info = (await server.http.get("/server_info")).json()
             assert (info["page_size"], info["speculative_algorithm"], info["max_total_num_tokens"]) == (8, None, 512)
+            assert info["draft_mps"] == "off"
             model = (await server.http.get("/get_model_info")).json()
             assert (model["model_path"], model["is_generation"]) == ("toy", True)
             assert not info["server"].keys() & {"api_key_file", "admin_key_file", "request_log", "request_log_tenants"}

@@ -1,6 +1,7 @@
 """Placement of ranks: strategy, resources, and invalid options."""
 
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +21,7 @@ from cluster.engine.placement import (
 )
 from cluster.liveness.actors import see_own_gpus
 from specray.errors import ConfigError
+from tests.support.fake_mps import UUIDS, FakeMps
 
 SPLIT = {"tp_size": 2, "placement": {"across_nodes": True}}
 
@@ -143,9 +145,17 @@ def test_an_engine_without_a_gpu_is_one_error(monkeypatch: pytest.MonkeyPatch) -
         node_resources.check_node_resources([AppConfig(device="cuda")])
 
 
-@pytest.mark.parametrize(("gpu_ids", "visible"), [([1], "1"), (["GPU-1f", "GPU-2f"], "GPU-1f,GPU-2f"), ([], "")])
+@pytest.mark.parametrize(
+    ("gpu_ids", "visible", "with_mps"),
+    [
+        ([1], "1", UUIDS[1]),
+        (["1", "0"], "1,0", f"{UUIDS[1]},{UUIDS[0]}"),
+        (["GPU-1f", "GPU-2f"], "GPU-1f,GPU-2f", "GPU-1f,GPU-2f"),
+        ([], "", ""),
+    ],
+)
 def test_an_actor_sees_the_gpus_that_ray_gave_it(
-    gpu_ids: list[object], visible: str, monkeypatch: pytest.MonkeyPatch
+    gpu_ids: list[object], visible: str, with_mps: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where Ray is told not to hide the others (RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES)."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
@@ -153,3 +163,10 @@ def test_an_actor_sees_the_gpus_that_ray_gave_it(
     monkeypatch.setattr(ray, "get_gpu_ids", lambda: gpu_ids)
     see_own_gpus()
     assert os.environ["CUDA_VISIBLE_DEVICES"] == visible
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/run/mps")  # its daemon renumbers GPUs
+    monkeypatch.setenv("PATH", str(tmp_path))
+    see_own_gpus()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == visible  # nothing has their UUIDs
+    monkeypatch.setenv("PATH", FakeMps(tmp_path / "bin").path)
+    see_own_gpus()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == with_mps

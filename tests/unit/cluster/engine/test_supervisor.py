@@ -1,5 +1,6 @@
 """Supervision of a drafter: start, restart and replacement, with fake actors controlled by the test."""
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -81,10 +82,10 @@ class FakeRay:
 
 class FakeProcess:
     def __init__(self, pid: int) -> None:
-        pass
+        self.pid, self.is_running = pid, True
 
-    def kill(self, grace_s: float) -> None:
-        pass
+    def kill(self, grace_s: float) -> None:  # noqa: ARG002
+        self.is_running = False
 
 
 @pytest.fixture
@@ -124,6 +125,24 @@ def test_the_first_process_starts_before_the_target_has_loaded(ray: FakeRay, tmp
 
     DrafterSupervisor(config, DraftEndpoint(f"{tmp_path}/nowhere", 1), [{}]).close()  # the target did not load
     assert ray.actors[1].is_killed
+
+
+def test_a_process_is_released_while_it_runs_and_once(ray: FakeRay, tmp_path: Path) -> None:
+    """A daemon that shares the GPU hears of the end of a process before Ray does; see `cluster.engine.mps`."""
+    released: list[tuple[int, bool]] = []
+    supervisor = DrafterSupervisor(
+        EngineConfig(model="toy", speculative=HEAD),
+        DraftEndpoint(f"{tmp_path}/nowhere", 1),
+        [{}, {}],
+        before_kill=lambda pid: released.append((pid, any(actor.is_killed for actor in ray.actors))),
+    )
+    for actor in ray.actors:
+        actor.heartbeat.beat()
+    supervisor.start(64)
+    supervisor.close()
+    supervisor.close()
+    assert released == [(os.getpid(), False)] * 2
+    assert all(actor.is_killed for actor in ray.actors)
 
 
 def test_a_new_drafter_takes_over_before_the_old_one_ends(ray: FakeRay, supervisor: DrafterSupervisor) -> None:
