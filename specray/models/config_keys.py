@@ -7,6 +7,7 @@ rotary positions in `specray.layers.rotary`.
 """
 
 from collections.abc import Collection, Mapping
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,8 @@ REPEATED = {
     "moe_layer_freq": ("mlp_layer_types", "sparse"),
     "is_moe_layer": ("mlp_layer_types", "sparse"),
 }
+# A model divides by these, or takes a root of them. Those of rotary positions may be given by kind of layer.
+_POSITIVE = ("query_pre_attn_scalar", "logits_scaling", "rope_theta", "rope_local_base_freq")
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Model types that read the factor although their default configuration has none.
 _READ_PARTIAL_ROTARY_FACTOR = {
@@ -162,6 +165,7 @@ def check_keys(path: Path, config: PretrainedConfig, honoured: Collection[str] =
 
     `honoured` are the names that the configuration's class has, where transformers' own modules compute the model.
     """
+    _check_positive(path, config)
     kind = str(config.model_type)
     unread = {*honoured, *WITHOUT_EFFECT.get(kind, ())}
     common = {name: neutral for name, neutral in NOT_COMPUTED.items() if name not in unread}
@@ -177,6 +181,15 @@ def check_keys(path: Path, config: PretrainedConfig, honoured: Collection[str] =
         _check_rotary_and_layers(path, config)
     elif not reads_partial_rotary_factor(config):
         _check(path, "partial_rotary_factor", _rope(config).get("partial_rotary_factor"), (1,))
+
+
+def _check_positive(path: Path, config: PretrainedConfig) -> None:
+    rope = _rope(config)
+    for fields in (config.to_dict(), rope, *(kind for kind in rope.values() if isinstance(kind, dict))):
+        for name in _POSITIVE:
+            value = fields.get(name)
+            if value is not None and (type(value) not in (int, float) or not 0 < value < inf):
+                raise ConfigError(f"{path}: {name}={value!r} must be a number above 0; correct it")
 
 
 def _check_rotary_and_layers(path: Path, config: Any) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from specray.errors import ConfigError
-from specray.models.quantized_matrices import IntMatrix, Mxfp4Experts, ScaledMatrix, StoredMatrix, WordLayout
+from specray.models.quantized_matrices import IntMatrix, Mxfp4Experts, ScaledMatrix, StoredMatrix, WordLayout, damaged
 
 Get = Callable[[str], Tensor]  # a stored tensor by name
 
@@ -116,12 +116,15 @@ class _Scaled:
     block: tuple[int, int] | None
 
     def parts(self, stored: Collection[str]) -> dict[str, list[str]]:
-        return {
-            f"{prefix}.weight": [f"{prefix}.weight", name]
-            for name in stored
-            for prefix, dot, part in [name.rpartition(".")]
-            if dot and part in ("weight_scale", "weight_scale_inv") and f"{prefix}.weight" in stored
-        }
+        found: dict[str, list[str]] = {}
+        for scales in stored:
+            prefix, dot, part = scales.rpartition(".")
+            name = f"{prefix}.weight"
+            if dot and part in ("weight_scale", "weight_scale_inv") and name in stored:
+                if name in found:
+                    raise damaged(name, f"has scales under two names, {found[name][1]} and {scales}")
+                found[name] = [name, scales]
+        return found
 
     def matrix(self, name: str, parts: list[str], get: Get) -> StoredMatrix:
         weight, scales = (get(part) for part in parts)

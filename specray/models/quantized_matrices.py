@@ -46,7 +46,8 @@ class ScaledMatrix:
     def of(cls, name: str, stored: Tensor, scales: Tensor, block: tuple[int, int] | None) -> "ScaledMatrix":
         """`scales` is one number, one for each output, or one for each of the `block`s. ConfigError if it is not."""
         if stored.dim() != 2 or stored.dtype not in _BYTES:
-            raise _damaged(name, f"is {stored.dtype} {list(stored.shape)} instead of a matrix of float8 or int8")
+            raise damaged(name, f"is {stored.dtype} {list(stored.shape)} instead of a matrix of float8 or int8")
+        _check_scales(name, scales)
         outs, ins = stored.shape
         if scales.numel() == 1:
             return cls(stored, scales.view(1, 1), (max(outs, 1), max(ins, 1)))
@@ -54,7 +55,7 @@ class ScaledMatrix:
             return cls(stored, scales.view(outs, 1), (1, max(ins, 1)))
         if block is None or tuple(scales.shape) != (-(-outs // block[0]), -(-ins // block[1])):
             blocks = "" if block is None else f" in blocks of {block[0]} x {block[1]}"
-            raise _damaged(name, f"of {outs} x {ins} has scales {list(scales.shape)}{blocks}")
+            raise damaged(name, f"of {outs} x {ins} has scales {list(scales.shape)}{blocks}")
         return cls(stored, scales, block)
 
     @property
@@ -127,7 +128,8 @@ class IntMatrix:
         """
         packed = [words] if zeros is None else [words, zeros]
         if any(part.dim() != 2 for part in (*packed, scales)) or any(part.dtype != torch.int32 for part in packed):
-            raise _damaged(name, "is not packed in words of 32 bits")
+            raise damaged(name, "is not packed in words of 32 bits")
+        _check_scales(name, scales)
         ins, outs = len(words) * (layout.count if layout.packs_inputs else 1), scales.shape[1]
         if isinstance(groups, int):
             groups = torch.arange(ins) // (max(ins, 1) if groups == -1 else groups)
@@ -136,10 +138,10 @@ class IntMatrix:
         is_fitting = words.shape[1] == (outs if layout.packs_inputs else num_words) and len(index) == ins
         if not is_fitting or (zeros is not None and zeros.shape != (len(scales), num_words)):
             shapes = [list(part.shape) for part in (*packed, scales)]
-            raise _damaged(name, f"has words, zeros and scales of shapes {shapes}")
+            raise damaged(name, f"has words, zeros and scales of shapes {shapes}")
         if ins and (int(index.min()) < 0 or int(index.max()) >= len(scales)):
             found = f"{int(index.min())} … {int(index.max())}"
-            raise _damaged(name, f"has groups {found} and {len(scales)} scales of each output")
+            raise damaged(name, f"has groups {found} and {len(scales)} scales of each output")
         return cls(layout, (outs, ins), words, zeros, scales, index)
 
     def part(self, rows: slice, columns: slice, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -205,7 +207,7 @@ class Mxfp4Experts:
         is_fitting = len(sizes[0]) == 4 and sizes[0][:3] == sizes[1] and sizes[0][3] == _MX_BLOCK // 2
         if not is_fitting or any(part.dtype != torch.uint8 for part in (blocks, scales)):
             found = " and ".join(f"{part.dtype} {list(part.shape)}" for part in (blocks, scales))
-            raise _damaged(name, f"has blocks and scales {found}")
+            raise damaged(name, f"has blocks and scales {found}")
         return cls(blocks, scales)
 
     @property
@@ -245,7 +247,15 @@ def _covering(part: slice, length: int, count: int) -> tuple[slice, slice]:
     return slice(first, -(-stop // count)), slice(start - first * count, stop - first * count)
 
 
-def _damaged(name: str, problem: str) -> ConfigError:
+def _check_scales(name: str, scales: Tensor) -> None:
+    if not scales.is_floating_point():
+        raise damaged(name, f"has scales of type {scales.dtype} instead of floats")
+    if not bool(scales.float().isfinite().all()):
+        raise damaged(name, "has scales that are not finite")
+
+
+def damaged(name: str, problem: str) -> ConfigError:
+    """The error of a matrix whose parts do not fit, or cannot be true."""
     return ConfigError(
         f"the quantised matrix {name} {problem}; the files are damaged or quantization_config in config.json describes "
         "others: fetch them again"

@@ -4,6 +4,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
+from math import isnan
 from pathlib import Path
 from typing import Any, cast
 
@@ -396,7 +397,9 @@ def _check_content(path: Path, content: Any, is_text_model: bool = True) -> None
         is_size = is_text_model and name in (*_SIZES, "num_key_value_heads", "head_dim")
         if is_size and value != 0 and not isinstance(value, list | None):
             _check_size(path, name, value)
-        if name == "text_config" and not isinstance(value, dict | None):
+        if isinstance(value, float) and isnan(value):
+            raise ConfigError(f"{path}: {name}={value!r} must be a number; correct it")
+        if name in ("text_config", "quantization_config") and not isinstance(value, dict | None):
             raise ConfigError(f"{path}: {name}={value!r} must be an object; correct it")
         if str(name).endswith("_config"):
             _check_content(path, value, is_text_model=name == "text_config")

@@ -190,7 +190,7 @@ def computes_rotary_attention(module: nn.Module, call: AttentionCall) -> bool:
     biases = {own[name].bias is None for name in names[:3]}
     if any(True for _ in module.named_parameters(recurse=False)) or call.sinks is not None or len(biases) > 1:
         return False
-    if call.qk_dim != call.v_dim:
+    if call.qk_dim != call.v_dim or call.qk_dim % 2:
         return False
     trial, dim = copy(module), call.qk_dim
     factors = dict(zip(names, (2.0, 3.0, 5.0, 7.0), strict=True))

@@ -1,6 +1,7 @@
 """Numbers in config.json that cannot be true are refused. `make fuzz` has many more of them."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,10 @@ def test_a_lying_configuration_is_a_config_error(options: dict[str, object], tmp
         ("gemma4", "head_dim", 2**40),
         ("qwen2_5_vl", "text_config.num_hidden_layers", 2**53),
         ("qwen2_5_vl", "text_config", 3),
+        ("qwen2", "quantization_config", 3),
+        ("granite", "embedding_multiplier", math.nan),
+        ("gemma3", "query_pre_attn_scalar", -1),
+        ("qwen3", "rope_parameters", {"rope_type": "default", "rope_theta": False}),
     ],
 )
 def test_the_key_and_the_value_are_named_before_memory_is_taken(
@@ -60,9 +65,16 @@ def test_the_key_and_the_value_are_named_before_memory_is_taken(
     *outer, last = key.split(".")
     config = json.loads((tmp_path / "config.json").read_text())
     content = config | {last: value} if not outer else config | {outer[0]: config[outer[0]] | {last: value}}
-    with pytest.raises(ConfigError, match=rf"config\.json.*{last}=.*; correct it$") as found:
+    *_, named = [last, *value] if isinstance(value, dict) and last == "rope_parameters" else [last]
+    with pytest.raises(ConfigError, match=rf"config\.json.*{named}=.*; correct it$") as found:
         load(tmp_path, content)
     assert len(str(found.value)) < 300
+
+
+def test_heads_too_narrow_to_be_rotated_are_a_config_error(tmp_path: Path) -> None:
+    write_decoder("qwen3_next", tmp_path)
+    with pytest.raises(ConfigError, match=r"config\.json implies \[1\]"):
+        load(tmp_path, {"head_dim": 1})
 
 
 def test_what_a_class_computes_itself_and_other_parts_are_not_judged() -> None:

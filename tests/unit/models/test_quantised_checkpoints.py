@@ -1,6 +1,7 @@
 """Checkpoints in fp8, AWQ, GPTQ and compressed-tensors give the weights of an independent quantiser."""
 
 import json
+import math
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -224,6 +225,22 @@ def test_a_damaged_matrix_is_refused(tmp_path: Path) -> None:
     save_file(whole, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match="has NaN; the file is damaged"):
         loader(tmp_path).weight(NAME, (OUTS, INS))
+
+
+@pytest.mark.parametrize("scale", [torch.tensor(math.nan), torch.tensor(math.inf), torch.tensor(1), torch.tensor(1j)])
+def test_scales_that_cannot_be_true_are_refused(scale: torch.Tensor) -> None:
+    codes = torch.randn(32, 64).to(torch.float8_e4m3fn)
+    with pytest.raises(ConfigError, match="the quantised matrix weight has scales"):
+        ScaledMatrix.of("weight", codes, scale, None)
+
+
+def test_scales_under_two_names_are_refused(tmp_path: Path) -> None:
+    write_matrix(tmp_path, METHODS["fp8 of a tensor"], matrix())
+    whole = load_file(tmp_path / "model.safetensors")
+    scale = next(name for name in whole if name.endswith("weight_scale"))
+    save_file(whole | {f"{scale}_inv": whole[scale].clone()}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match="scales under two names"):
+        loader(tmp_path)
 
 
 def test_a_fused_matrix_may_be_quantised_in_part(tmp_path: Path) -> None:
