@@ -57,8 +57,8 @@ class StatsRecorder:
             stats.observe("specray_inter_token_latency_seconds", request.last_token - before)
             stats.add("specray_draft_budget_tokens_total", num_allowed)
             stats.accepted(emitted.result.num_draft_tokens, num_kept - 1)
-            if emitted.result.num_draft_tokens and request.is_typical:
-                self._alarm.count_tree(drafter, num_kept - 1)
+            if emitted.result.num_draft_tokens and request.has_usual_trees:
+                self._alarm.count_tree(drafter, num_kept - 1, request.has_grammar)
             return
         request.first_token = request.last_token
         if not request.spec.emitted_token_ids:
@@ -113,11 +113,15 @@ def is_collapsed(accept_length: float, was_collapsed: bool) -> bool:
 
 
 class AcceptanceAlarm:
-    """Checks each window of NUM_TREES verified trees of one drafter."""
+    """Checks each window of NUM_TREES verified trees of one drafter.
+
+    Trees of requests with a grammar, which changes acceptance, count only where no others of the drafter come between.
+    """
 
     def __init__(self, stats: EngineStats) -> None:
         self._stats = stats
-        self._accepted: dict[str, list[int]] = {}  # by drafter: accepted tokens of each tree of its window
+        # By drafter and whether there is a grammar: accepted tokens of each tree of the window.
+        self._accepted: dict[tuple[str, bool], list[int]] = {}
 
     def reset(self) -> None:
         """Start new windows, because a drafter has become another one or is used for other requests."""
@@ -125,10 +129,12 @@ class AcceptanceAlarm:
         series = self._stats.labelled[COLLAPSED]
         series.update(dict.fromkeys(series, 0))
 
-    def count_tree(self, drafter: str, num_accepted: int) -> None:
+    def count_tree(self, drafter: str, num_accepted: int, has_grammar: bool) -> None:
         """Count a verified tree with drafts. A change of the alarm is logged once."""
-        accepted = self._accepted.setdefault(drafter, [])
+        accepted = self._accepted.setdefault((drafter, has_grammar), [])
         accepted.append(num_accepted)
+        if not has_grammar:
+            self._accepted.pop((drafter, True), None)
         if len(accepted) < NUM_TREES:
             return
         accept_length = 1 + sum(accepted) / NUM_TREES

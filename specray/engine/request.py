@@ -116,9 +116,17 @@ class Request:
     @property
     def is_typical(self) -> bool:
         """Whether its acceptance measures the drafter alone: no draft limit, prediction, grammar or probe."""
+        return self.has_usual_trees and not self.has_grammar
+
+    @property
+    def has_usual_trees(self) -> bool:
+        """Whether its trees are the drafter's, as large as the server allows; a grammar may refuse their tokens."""
         spec = self.spec
-        has_own_trees = spec.draft_limit != UNLIMITED or spec.predicted_token_ids or spec.params.grammar is not None
-        return not has_own_trees and not spec.is_probe
+        return spec.draft_limit == UNLIMITED and not spec.predicted_token_ids and not spec.is_probe
+
+    @property
+    def has_grammar(self) -> bool:
+        return self.spec.params.grammar is not None
 
     @property
     def is_suspect(self) -> bool:

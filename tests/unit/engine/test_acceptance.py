@@ -1,7 +1,9 @@
 """The alarm for low acceptance: when it starts and ends, and that it logs once."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,12 +14,18 @@ from specray.engine.recorder import (
     NUM_TREES,
     RECOVERED_FROM,
     AcceptanceAlarm,
+    StatsRecorder,
     is_collapsed,
 )
+from specray.engine.request import Emitted, EngineRequest, Request
 from specray.engine.stats import EngineStats
+from specray.grammar import GrammarSpec
 from specray.sampling_params import SamplingParams
+from specray.step import DraftLimit, RequestResult
 from tests.support.drafters import ScriptedDrafter, draw_wrong
 from tests.support.engine import make_llm
+
+GREEDY = SamplingParams(temperature=0.0, seed=0)
 
 
 class AlarmHarness:
@@ -27,10 +35,10 @@ class AlarmHarness:
         self.stats = EngineStats("EAGLE3")
         self.alarm = AcceptanceAlarm(self.stats)
 
-    def verify(self, num_trees: int, num_accepted: int, drafter: str = "EAGLE3") -> bool:
+    def verify(self, num_trees: int, num_accepted: int, drafter: str = "EAGLE3", *, has_grammar: bool = False) -> bool:
         """Count `num_trees` trees with `num_accepted` accepted tokens each. Returns whether the alarm is on."""
         for _ in range(num_trees):
-            self.alarm.count_tree(drafter, num_accepted)
+            self.alarm.count_tree(drafter, num_accepted, has_grammar)
         return bool(self.stats.labelled[COLLAPSED].get(drafter))
 
 
@@ -66,6 +74,18 @@ def test_each_drafter_has_its_own_alarm() -> None:
     assert harness.stats.labelled[COLLAPSED] == {"bad": 1, "good": 0}
 
 
+def test_requests_with_grammars_count_where_all_have_one() -> None:
+    alone, beside = AlarmHarness(), AlarmHarness()
+    assert not alone.verify(NUM_TREES - 1, 0, has_grammar=True)
+    assert alone.verify(1, 0, has_grammar=True)
+    for _ in range(2):
+        beside.verify(NUM_TREES - 1, 0, has_grammar=True)
+        beside.verify(1, 2)
+    assert beside.stats.labelled[COLLAPSED] == {}
+    beside.verify(NUM_TREES - 2, 2)
+    assert beside.stats.labelled[COLLAPSED] == {"EAGLE3": 0}
+
+
 def test_reset_starts_a_new_window() -> None:
     harness = AlarmHarness()
     assert harness.verify(2 * NUM_TREES - 1, 0)
@@ -76,6 +96,28 @@ def test_reset_starts_a_new_window() -> None:
 
 def greedy(num_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "counts"),
+    [
+        ({}, True),
+        ({"params": replace(GREEDY, grammar=GrammarSpec("regex", "a+"))}, True),
+        ({"draft_limit": DraftLimit(1, 1)}, False),
+        ({"predicted_token_ids": [4]}, False),
+        ({"is_probe": True}, False),
+    ],
+)
+def test_trees_count_that_are_the_drafters_alone(options: dict[str, Any], counts: bool) -> None:
+    """So an application whose requests all have a grammar has an alarm."""
+    stats = EngineStats("EAGLE3")
+    recorder = StatsRecorder(stats, SpeculativeConfig(), lacks_cpu_kernels=False)
+    request = Request(EngineRequest("r", [1, 2], **({"params": GREEDY} | options)), 9, 0.0, [1, 2], 2)
+    request.last_token = 0.0
+    step = Emitted(request, 1, RequestResult(0, [5], 4, None, None), "")
+    for _ in range(NUM_TREES):
+        recorder.emitted(step, 1, 4, "EAGLE3")
+    assert stats.labelled[COLLAPSED] == ({"EAGLE3": 1} if counts else {})
 
 
 def test_a_new_drafter_resets_the_alarm(toy: Path) -> None:
