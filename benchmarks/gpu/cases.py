@@ -130,7 +130,7 @@ def kernel_cases(shape: Shape, dtype: torch.dtype, device: torch.device, context
     yield Case("product in a fixed order", lambda: _product(shape, dtype, device))
     yield Case("product of few rows, added", lambda: _few_rows(shape, dtype, device))
     yield Case("product of few rows, gated", lambda: _few_rows_gated(shape, dtype, device))
-    yield Case("choice of tokens", lambda: _choice(device))
+    yield Case("choice of tokens", lambda: _choice(dtype, device))
     yield Case("walk of trees", lambda: _walk(device))
     yield Case("compaction", lambda: _compaction(shape, dtype, device))
 
@@ -170,14 +170,14 @@ def _few_rows_gated(shape: Shape, dtype: torch.dtype, device: torch.device) -> t
     return GpuMatrix(weight).gated(x), gate * gate.sigmoid() * up
 
 
-def _choice(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Tokens of sampled rows, half of which have filters, against torch's operations."""
-    logits = torch.randn(8, 1500, device=device) * 3
+def _choice(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Tokens of sampled rows, half of which have filters, against torch's operations on float32 copies."""
+    logits = (torch.randn(8, 1500, device=device) * 3).to(dtype)
     options = SamplingOptions(0, 0.8, 1.0, 0, 0.0, 0.0, 0.0, 1.0, [], 0, [], None)
     chosen = [options._replace(seed=row, top_p=0.9 if row % 2 else 1.0, top_k=40 * (row % 2)) for row in range(8)]
     batch = SamplingBatch.of([SamplingState(each) for each in chosen], device)
     keys = noise_keys(batch.seeds, torch.arange(8, device=device))
-    expected = (scores(logits, batch) + gumbel(keys, logits.shape[1])).argmax(-1)
+    expected = (scores(logits.float(), batch) + gumbel(keys, logits.shape[1])).argmax(-1)
     return sampling.sample(logits, batch, keys), expected.double()
 
 

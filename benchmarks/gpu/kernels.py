@@ -157,6 +157,8 @@ def _layers(shape: Shape, sizes: Sizes, device: torch.device) -> Iterator[Timed]
     rows, weight = sizes.batch, torch.ones(shape.hidden, device=device).bfloat16()
     x, residual = torch.randn(2, rows, shape.hidden, device=device).bfloat16()
     yield Timed(f"add, norm, {rows} rows", lambda: layers.add_rms_norm(x, residual, weight, EPS), 4 * x.nbytes)
+    name = f"add, norm, {rows} rows, two launches"
+    yield Timed(name, lambda: layers.rms_norm(x.add_(residual), weight, EPS), 5 * x.nbytes)
     gate_up = torch.randn(rows, 2 * shape.ffn, device=device).bfloat16()
     yield Timed(f"gated units, {rows} rows", lambda: layers.silu_and_mul(gate_up), 3 * gate_up.nbytes // 2)
     heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.dim
@@ -174,9 +176,10 @@ def _layers(shape: Shape, sizes: Sizes, device: torch.device) -> Iterator[Timed]
 def _choices(sizes: Sizes, device: torch.device) -> Iterator[Timed]:
     sampled = SamplingOptions(7, 0.8, 1.0, 0, 0.0, 0.0, 0.0, 1.0, [], 0, [], None)
     for rows in (1, sizes.batch):
-        logits = torch.randn(rows, sizes.vocab, device=device) * 3
+        logits = torch.randn(rows, sizes.vocab, device=device).mul_(3).bfloat16()
         for name, options in (("greedy", None), ("sampled", sampled), ("top-p", sampled._replace(top_p=0.9))):
             yield _choice(f"choice, {name}, {rows} of {sizes.vocab}", logits, options)
+            yield _choice(f"choice, {name}, {rows} of {sizes.vocab} in float32", logits.float(), options)
 
 
 def _choice(name: str, logits: Tensor, options: SamplingOptions | None) -> Timed:

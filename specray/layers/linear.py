@@ -111,6 +111,7 @@ class VocabHead(Layer):
         super().__init__()
         self.run = make_linear(weight, bias, quantization)
         self.screen = self.run.screen_of(weight) if is_screened and isinstance(self.run, PackedMatrix) else None
+        self.is_wide = isinstance(self.run, PackedMatrix)  # whether `shard` is float32 even if the states are not
         self.vocab_size = vocab_size
         self.group = group
         self._num_rows = weight.shape[0]
@@ -119,17 +120,20 @@ class VocabHead(Layer):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """float32 [n, vocab_size], on all ranks"""
-        return self.gathered(self.shard(hidden_states))
+        return self.gathered(self.shard(hidden_states)).to(torch.float32)
 
     def shard(self, hidden_states: Tensor, only_largest: bool = False) -> Tensor:
-        """This rank's columns, float32 [n, num_columns]. `only_largest`: see `TargetModel.with_logits`."""
+        """This rank's columns [n, num_columns], of the type that they are computed in: see `is_wide`.
+
+        `only_largest`: see `TargetModel.with_logits`.
+        """
         if only_largest and self.screen is not None and isinstance(self.run, PackedMatrix):
             return self.run.largest(hidden_states, self.screen)[:, : self.num_columns]
         if isinstance(self.run, PackedMatrix):  # its sums are float32 already
             logits = self.run(hidden_states, torch.float32)
         else:
             logits = self.run(hidden_states)
-        return logits[:, : self.num_columns].to(torch.float32)
+        return logits[:, : self.num_columns]
 
     def gathered(self, shard: Tensor) -> Tensor:
         """All columns, on all ranks, from each rank's [n, num_columns] or fewer."""

@@ -85,7 +85,7 @@ class TargetModel(Protocol):
     ) -> tuple[Tensor, Tensor | LargestLogits, list[Tensor]]:
         """(final hidden states, logits of the rows `places` int64 [n] or of all, aux hidden states).
 
-        The logits are this rank's columns (see VocabHead). With `only_largest` they may be LargestLogits, or logits of
+        The logits are those of `VocabHead.shard`. With `only_largest` they may be LargestLogits, or logits of
         which only each row's largest is exact, bit for bit; the others are approximate, and smaller.
         """
 

@@ -56,6 +56,7 @@ class FinishedHead(VocabHead):
         super().__init__(weight, vocab_size, group, quantization, is_screened and not is_finished, bias)
         assert output is not None
         self.is_finished = is_finished
+        self.is_wide = self.is_wide or is_finished
         self._finish = (model, states, product) if is_finished else None
 
     def shard(self, hidden_states: Tensor, only_largest: bool = False) -> Tensor:
@@ -63,7 +64,7 @@ class FinishedHead(VocabHead):
         if self._finish is None:
             return super().shard(hidden_states, only_largest)
         model, states, product = self._finish
-        product.compute = super().shard
+        product.compute = lambda given: VocabHead.shard(self, given).to(torch.float32)
         return _finished(model, states, hidden_states)
 
 

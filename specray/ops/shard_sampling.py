@@ -18,7 +18,7 @@ _NONE = -(2**31)  # the score of no token
 def choose_in_shard(
     ops: TorchOps, logits: Tensor, temperature: Tensor | None, keys: Tensor | None, first_id: int
 ) -> Choices:
-    """The best tokens of `logits` float32 [n, columns], whose first column is token `first_id`.
+    """The best tokens of `logits` [n, columns], whose first column is token `first_id`.
 
     `temperature` float32 [n] and `keys` [n, 2], the rows' `noise_keys`; None: all rows are greedy. `ops` are those of
     the logits' device.
@@ -29,7 +29,7 @@ def choose_in_shard(
         scores = ops.with_noise(logits[:, None], temperature, keys, ids)[:, 0]
     best = ops.argmax(scores)[:, None]
     is_finite = logits.gather(1, best)[:, 0].isfinite().to(torch.int8)
-    return Choices(best[:, 0] + first_id, is_finite, ordered(scores.gather(1, best)[:, 0]))
+    return Choices(best[:, 0] + first_id, is_finite, ordered(scores.gather(1, best)[:, 0].float()))
 
 
 def none_of(count: int, device: torch.device) -> Choices:

@@ -215,7 +215,7 @@ class TorchOps:
         logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill_(is_forbidden, -torch.inf))
 
     def with_noise(self, logits: Tensor, temperature: Tensor, keys: Tensor, ids: Tensor | None) -> Tensor:
-        """Logits [B, nodes, V] over temperature and with noise where requests are sampled.
+        """Logits [B, nodes, V] over temperature and with noise where requests are sampled, float32.
 
         `temperature` is float32 [B], `keys` int32 [B, 2]; `ids` int64 [V] are the columns' token ids, None: the same.
         """
@@ -248,7 +248,7 @@ class TorchOps:
             assert temperature is not None
             logits = self.with_noise(logits[:, None], temperature, keys, ids)[:, 0]
         logit, column = logits.max(-1)
-        return Choices(column if ids is None else ids[column], logit.isfinite().to(torch.int8), ordered(logit))
+        return Choices(column if ids is None else ids[column], logit.isfinite().to(torch.int8), ordered(logit.float()))
 
     # Training
 

@@ -26,8 +26,8 @@ def walk_by_depth(inputs: VerifyInput, sampler: NodeSampler) -> VerifyOutput:
         at = [paths[row][-1] for row in active]
         rows, node = torch.tensor([active, at]).to(device)
         places = torch.from_numpy(starts[active] + at).to(device)
-        here = inputs.logits.index_select(0, places)
-        unmasked = here if inputs.unmasked is None else inputs.unmasked.index_select(0, places)
+        here = inputs.logits.index_select(0, places).float()
+        unmasked = here if inputs.unmasked is None else inputs.unmasked.index_select(0, places).float()
         is_child = (tree.parents.index_select(0, rows) == node[:, None]) & ~is_repeated.index_select(0, rows)
         children = is_child.to(torch.int8).argsort(descending=True, stable=True)  # in order, then all other nodes
         siblings = tree.tokens.index_select(0, rows).masked_fill(~is_child, NONE).gather(1, children)

@@ -61,6 +61,7 @@ class DraftVocabulary:
             if level_probs is not None:
                 level_probs.append(noise.probs(logits[:, 0], ids))
             logits = noise.added(logits, level, ids)
+        logits = logits.float()
         if split is None:
             probs, columns = self._ops.top_probs(logits, topk)
         else:

@@ -144,7 +144,7 @@ class TorchStepOps:
     def choose_padded(
         self, logits: Tensor, tree: DraftTree, sampling: SamplingBatch | None, lengths: Tensor, first_id: int = 0
     ) -> Choices:
-        """`choose` where `logits` float32 [B * N, columns] has a row for every place, without the host.
+        """`choose` where `logits` [B * N, columns] has a row for every place, without the host.
 
         All requests are greedy without `sampling`. `lengths` int64 [B] are the known tokens.
         """

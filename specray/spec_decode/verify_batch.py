@@ -51,7 +51,7 @@ class VerifyOutput(NamedTuple):
 class VerifyInput(NamedTuple):
     """B trees and the target's logits at their nodes."""
 
-    logits: Tensor  # float32 [sum of num_nodes, V], requests and nodes in order
+    logits: Tensor  # [sum of num_nodes, V] of any type of floats, requests and nodes in order
     tree: DraftTree
     num_nodes: list[int]  # the host's copy of tree.num_nodes
     sampling: SamplingBatch  # a walk by depth counts emitted tokens in its states
@@ -85,7 +85,7 @@ class VerifyInput(NamedTuple):
 class PaddedVerifyInput(NamedTuple):
     """B trees of N places each and the target's logits at all places, for CUDA graphs: the host reads nothing."""
 
-    logits: Tensor  # float32 [B * N, V]
+    logits: Tensor  # [B * N, V] of any type of floats
     tree: DraftTree
     sampling: SamplingBatch | None  # None: all requests are greedy, and the sampler is `coupled`
     lengths: Tensor  # int64 [B], known tokens

@@ -50,7 +50,9 @@ class PaddedStep:
         self._slots = torch.full((largest.rows,), table.padding_slot, dtype=torch.int64, device=device)
         self._num_nodes = torch.zeros(largest.rows, dtype=torch.int64, device=device)
         self._trees = torch.full((2, *largest), NONE, dtype=torch.int64, device=device)  # tokens, parents
-        self._logits = torch.zeros(max_tokens, runner.model.head.num_columns, dtype=torch.float32, device=device)
+        head = runner.model.head
+        logits_dtype = torch.float32 if head.is_wide else dtype
+        self._logits = torch.zeros(max_tokens, head.num_columns, dtype=logits_dtype, device=device)
         width = len(layers) * runner.model.shape.hidden_size
         self._aux = torch.zeros(max_tokens, width, dtype=dtype, device=device)
         self._kept = torch.zeros(largest.rows + max_tokens, dtype=torch.int64, device=device)
@@ -130,7 +132,7 @@ class PaddedStep:
         return CopiedOutcome(self._outcome_of(bucket)[:num_rows])
 
     def logits(self, bucket: Bucket, num_nodes: list[int]) -> Tensor:
-        """This rank's columns, float32 [sum of num_nodes, columns], of the trees' nodes."""
+        """This rank's columns [sum of num_nodes, columns] of the trees' nodes."""
         counts = torch.tensor(num_nodes).to(self._logits.device)
         index = RaggedIndex.of(counts, sum(num_nodes))
         return self._logits.index_select(0, index.rows * bucket.nodes + index.offsets)

@@ -56,7 +56,7 @@ POINTERS = {
     "slot_mapping": "*i64",
     "block_experts": "*i32",
     "block_pairs": "*i32",
-    **dict.fromkeys(("sinks", "logits", "temperature", "lowest", "top_p", "min_p"), "*fp32"),
+    **dict.fromkeys(("sinks", "temperature", "lowest", "top_p", "min_p"), "*fp32"),
     **dict.fromkeys(("mask", "keys", "best", "best_ids", "scores"), "*i32"),
     **dict.fromkeys(("starts", "num_nodes", "seeds", "lengths", "parents", "drafts"), "*i64"),
     **dict.fromkeys(("tokens", "path", "chosen", "top_k", "nodes", "counts"), "*i64"),
@@ -182,18 +182,18 @@ def cases_of_verification() -> Iterator[Case]:
         yield Case(noise_kernels.position_keys, {"WIDTH": nodes, "PADDED": nodes}, num_warps=1)
         yield Case(tree_kernels.walk_tree, {"NODES_PADDED": nodes, "DEPTHS_PADDED": depths}, num_warps=1)
     filters = {"PIVOTS": sampling.PIVOTS, "BLOCK": sampling.FILTER_BLOCK, "BLOCKS_PADDED": 32}
-    for masks in (False, True):
-        has_mask = {"HAS_MASK": masks}
+    for masks, logits in product((False, True), ("*bf16", "*fp32")):
+        has_mask, types = {"HAS_MASK": masks}, {"logits": logits}
         for samples, has_ids in product((False, True), (False, True)):
             block = {"SAMPLES": samples, "FILTERS": not has_ids, "HAS_IDS": has_ids, "BLOCK": sampling.BLOCK}
-            yield Case(sampling_kernels.choose_in_blocks, has_mask | block, num_warps=8)
+            yield Case(sampling_kernels.choose_in_blocks, has_mask | block, num_warps=8, types=types)
         for has_ids in (False, True):
             blocks = {"HAS_IDS": has_ids, "BLOCKS_PADDED": 32}
-            yield Case(sampling_kernels.choose_among_blocks, has_mask | blocks, num_warps=1)
-        yield Case(sampling_kernels.find_lowest, has_mask | filters, num_warps=sampling.FILTER_WARPS)
-    for has_ids in (False, True):
+            yield Case(sampling_kernels.choose_among_blocks, has_mask | blocks, num_warps=1, types=types)
+        yield Case(sampling_kernels.find_lowest, has_mask | filters, num_warps=sampling.FILTER_WARPS, types=types)
+    for has_ids, logits in product((False, True), ("*bf16", "*fp32")):
         noisy = {"HAS_IDS": has_ids, "BLOCK": sampling.BLOCK}
-        yield Case(sampling_kernels.add_noise, noisy, num_warps=8, types={"out": "*fp32"})
+        yield Case(sampling_kernels.add_noise, noisy, num_warps=8, types={"out": "*fp32", "logits": logits})
     yield Case(tree_kernels.compact_path, {"SIZE": 2048, "BLOCK": 2048})
 
 

@@ -154,7 +154,8 @@ class BlockHead(DraftHead):
         return self._net(self._embedding(token_ids) * self.config.input_embedding_scale, positions, attend)
 
     def logits(self, output: Tensor) -> Tensor:
-        logits, cap = super().logits(output) * self.config.output_multiplier, self.config.final_logit_softcapping
+        logits, cap = super().logits(output).to(torch.float32), self.config.final_logit_softcapping
+        logits = logits * self.config.output_multiplier
         return cap * torch.tanh(logits / cap) if cap else logits
 
     def after_tokens(

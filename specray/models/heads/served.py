@@ -65,7 +65,7 @@ class DraftHead:
         return aux_hidden_states.to(self.dtype)
 
     def logits(self, output: Tensor) -> Tensor:
-        """float32 [n, vocab_size], of which a rank has the columns of `vocab_head`."""
+        """[n, vocab_size] as `VocabHead.shard` computes them, of which a rank has the columns of `vocab_head`."""
         return self.vocab_head.shard(output)
 
 

@@ -24,7 +24,7 @@ FILTER_WARPS = 16
 class Rows(NamedTuple):
     """The logits to choose from: row `starts[b] + n` for node n of tree b."""
 
-    logits: Tensor  # float32 [M, V]
+    logits: Tensor  # [M, V] of any type of floats; kernels widen what they read, so that nobody makes a float32 copy
     starts: Tensor  # int64 [B], contiguous
     num_nodes: Tensor  # int64 [B], contiguous; places from num_nodes[b] on have no row
     node_width: int  # N
@@ -32,7 +32,7 @@ class Rows(NamedTuple):
 
 
 def sample(logits: Tensor, batch: SamplingBatch | None, keys: Tensor, mask: Tensor | None = None) -> Tensor:
-    """The next token of each row of float32 logits [n, V], int64 [n]; see `specray.ops.sampling`.
+    """The next token of each row of logits [n, V], int64 [n]; see `specray.ops.sampling`.
 
     `keys` int32 [n, 2] are the rows' `noise_keys`. `batch` None: the largest logits. `mask` is that of Rows.
     """
@@ -62,11 +62,11 @@ def choose_drafts(rows: Rows, temperature: Tensor | None, keys: Tensor | None, c
 
 
 def with_noise(logits: Tensor, temperature: Tensor, keys: Tensor, column_ids: Tensor | None) -> Tensor:
-    """float32 logits [B, nodes, V] over temperature and with noise where requests are sampled; see `TreeNoise.added`.
+    """Logits [B, nodes, V] over temperature and with noise where requests are sampled; see `TreeNoise.added`.
 
     `temperature` is float32 [B], `keys` int32 [B, 2]; `column_ids` int64 [V] are those of `choose_drafts`.
     """
-    logits, out = logits.contiguous(), torch.empty_like(logits, memory_format=torch.contiguous_format)
+    logits, out = logits.contiguous(), torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     num_trees, width, size = logits.shape
     if num_trees:
         add_noise[(num_trees * width, triton.cdiv(size, BLOCK))](

@@ -34,9 +34,9 @@ def _value_of(ordered):
 
 @triton.jit
 def _load(logits, mask, column, size, HAS_MASK: tl.constexpr):
-    """Logits of one row; minus infinity past its end, and where its mask forbids the token."""
+    """Logits of one row, as float32; minus infinity past its end, and where its mask forbids the token."""
     is_column = column < size
-    values = tl.load(logits + column, mask=is_column, other=float("-inf"))
+    values = tl.load(logits + column, mask=is_column, other=float("-inf")).to(tl.float32)
     if HAS_MASK:
         words = tl.load(mask + column // 32, mask=is_column, other=0)
         values = tl.where((words >> (column % 32)) & 1 != 0, values, float("-inf"))
@@ -52,8 +52,8 @@ def _row_of(starts, num_nodes, place, node_width):
 
 @triton.jit
 def add_noise(
-    out,  # float32 [rows, vocab_size], like the logits
-    logits,
+    out,  # float32 [rows, vocab_size]
+    logits,  # [rows, vocab_size], of any type of floats
     keys,  # int32 [trees, 2]
     temperature,  # float32 [trees], `options_stride` apart
     column_ids,  # int64 [vocab_size]: token ids of the columns; unused without HAS_IDS
@@ -66,7 +66,7 @@ def add_noise(
     """Logits over temperature, with noise, where requests are sampled; the same logits elsewhere."""
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     tree, is_column = row // node_width, column < vocab_size
-    values = tl.load(logits + row * vocab_size + column, mask=is_column, other=0.0)
+    values = tl.load(logits + row * vocab_size + column, mask=is_column, other=0.0).to(tl.float32)
     heat = tl.load(temperature + tree * options_stride)
     if heat >= GREEDY_BELOW:
         token = column
@@ -81,7 +81,7 @@ def add_noise(
 def choose_in_blocks(
     best,  # int32 [places, blocks]: the largest score, as `_ordered`
     best_ids,  # int32 [places, blocks]: its first column
-    logits,  # float32 [rows, vocab_size]
+    logits,  # [rows, vocab_size], of any type of floats
     mask,  # int32 [rows, mask_width], a bit for each token; unused without HAS_MASK
     starts,  # int64 [trees]: rows of the roots
     num_nodes,  # int64 [trees]

@@ -16,6 +16,8 @@ from specray.ops import sampling as torch_sampling
 from specray.ops.gpu import sampling
 from specray.ops.noise import gumbel, noise_keys
 from specray.ops.sampling_state import GREEDY_BELOW, SamplingBatch
+from specray.ops.shard_sampling import choose_in_shard
+from specray.ops.torch_ops import TorchOps
 from specray.spec_decode.tree_noise import TreeNoise
 from specray.step import SamplingOptions
 from tests.support.distributions import OPTIONS
@@ -192,6 +194,31 @@ def test_the_noise_of_a_level_of_trees_is_that_of_torch(seed: int, has_ids: bool
         found = sampling.with_noise(logits, heat, noise.keys[level], ids)
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-6)
         assert torch.equal(found[0], logits[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_of_a_half_type_are_chosen_from_as_their_float32_copies(dtype: torch.dtype) -> None:
+    """Tokens, scores and noise, bit for bit: what multiplies with the output matrix need not widen its results."""
+    logits = (torch.randn(6, SIZE, generator=torch.Generator().manual_seed(4)) * 3).to(dtype)
+    logits[1, 7], logits[2, 8], logits[3] = math.nan, math.inf, logits[3].round()  # the last one has ties
+    every = [OPTIONS._replace(seed=seed, temperature=0.3 * seed) for seed in range(6)]
+    every[4:] = [every[4]._replace(top_p=0.6), every[5]._replace(top_k=4, min_p=0.1)]
+    batch, places, ids = batch_of(every), torch.arange(6), torch.randperm(500)[:SIZE]
+    keys, heat = noise_keys(batch.seeds, places), batch.temperature
+    found, wide = (
+        [
+            *sampling.choose(sampling.independent(each), None, None),
+            *sampling.choose(sampling.independent(each), batch, keys),
+            *sampling.choose_drafts(sampling.independent(each), heat, keys, ids),
+            sampling.with_noise(each[:, None], heat, keys, ids),
+            *TorchOps().choose_drafts(each, (places, places), heat, keys, ids),
+            *choose_in_shard(TorchOps(), each, heat, keys, 5),
+        ]
+        for each in (logits, logits.float())
+    )
+    for part, expected in zip(found, wide, strict=True):
+        assert part.dtype == expected.dtype
+        assert torch.equal(part.nan_to_num(), expected.nan_to_num())
 
 
 def test_a_row_without_an_allowed_token_is_not_finite() -> None:

@@ -16,6 +16,8 @@ from specray.ops.noise import noise_keys
 from specray.ops.sampling_state import SamplingBatch, SamplingState
 from specray.spec_decode import depth_walk, node_sampler, verifier
 from specray.spec_decode.draft_tree import NONE, TreeLists
+from specray.spec_decode.node_sampler import coupled
+from specray.spec_decode.rejection import sample_by_rejection
 from specray.step import SamplingOptions
 from tests.support.distributions import MAX_Z, OPTIONS, processed_probs, worst_z
 from tests.support.sampling import Verified, mask_of, noise_of, state_of, verify_rows
@@ -218,6 +220,24 @@ def test_verification_at_once_and_by_depth_agree(rows: list[tuple[TreeLists, dic
                 patch.setenv("SPECRAY_KERNELS", "torch")
             outputs.append(verify_rows(logits, [row[0] for row in rows], states, [4] * len(rows)))
     assert outputs[0] == outputs[1] == outputs[2]
+
+
+@given(rows_of)
+def test_logits_of_a_half_type_give_the_outcome_of_their_float32_copies(
+    rows: list[tuple[TreeLists, dict[str, Any], int]],
+) -> None:
+    """At once, and by depth with penalties, logprobs and samplers that read probabilities."""
+    logits = torch.cat([node_logits(tree, seed) for tree, _, seed in rows]).bfloat16()
+    lists, lengths = [row[0] for row in rows], [4] * len(rows)
+    for sampler, logprobs in ((coupled, None), (coupled, 2), (sample_by_rejection, None)):
+        options = [OPTIONS._replace(seed=seed, logprobs=logprobs, **choice) for _, choice, seed in rows]
+        outputs = []
+        for given_logits in (logits, logits.float()):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("SPECRAY_KERNELS", "torch")  # the kernels' logits are float32
+                states = [state_of(option, [3], 1) for option in options]
+                outputs.append(verify_rows(given_logits, lists, states, lengths, sampler))
+        assert outputs[0] == outputs[1]
 
 
 @given(rows_of, st.randoms(use_true_random=False))
