@@ -5,13 +5,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.cases import SHAPES, TINY, Shape, Tokens, kernel_cases
+from benchmarks.gpu.cases import EPS, SHAPES, TINY, Shape, Tokens, kernel_cases
 from benchmarks.gpu.report import Cell, Order, Report, in_time
+from specray.ops.gpu import layers
 from specray.ops.gpu.few_rows import GpuMatrix
 from specray.ops.gpu.matrix import TiledMatrix
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
-NUM_CHECKS = 19  # of a model and type
+NUM_CHECKS = 20  # of a model and type
 HEADERS = ["model", "check", "type", "error", "passed"]
 
 
@@ -55,6 +56,9 @@ def same_bits(shape: Shape, dtype: torch.dtype, device: torch.device, context: i
     yield "on the path of a tree", torch.equal(tokens.attend_path(context - last), alone[-last:])
     yield "in a chunk of a prompt", torch.equal(tokens.attend(context - chunk, context), alone)
     x, weight = torch.randn(200, shape.hidden, device=device).to(dtype), torch.randn(70, shape.hidden, device=device)
+    residual, of_norm = x.flip(0), weight[0].to(dtype)
+    normed = layers.rms_norm(x + residual, of_norm, EPS)
+    yield "add and norm in one launch", torch.equal(layers.add_rms_norm(x.clone(), residual, of_norm, EPS), normed)
     product = TiledMatrix(weight.to(dtype))
     yield "a product among 200 rows", torch.equal(product(x)[150:151], product(x[150:151]))
     few_rows = GpuMatrix(weight.to(dtype))

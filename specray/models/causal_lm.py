@@ -6,6 +6,7 @@ of a layer.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import cast
 
 from torch import Tensor, nn
 from transformers import PretrainedConfig
@@ -88,19 +89,25 @@ class CausalLM(FusibleModel):
         cos, sin = self.rotary.at(positions)
         # Only the requested states: those of all layers of a long prompt take gigabytes.
         aux_hidden_states: dict[int, Tensor] = {}
-        for index, stream in enumerate(self._streams(hidden, cos, sin, attend)):
+        indexes = (*range(len(self.layers)), BEFORE_FINAL_NORM, len(self.layers))
+        for index, state in zip(indexes, self._states(hidden, cos, sin, attend), strict=True):
             if index in aux_hidden_state_layers:
-                aux_hidden_states[index] = stream
-        aux_hidden_states[BEFORE_FINAL_NORM] = stream
-        aux_hidden_states[len(self.layers)] = final = self.norm(stream)
-        return final, [aux_hidden_states[index] for index in aux_hidden_state_layers]
+                aux_hidden_states[index] = state
+        return state, [aux_hidden_states[index] for index in aux_hidden_state_layers]
 
-    def _streams(self, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Iterator[Tensor]:
-        """The residual stream that enters each layer, then the one that leaves the last."""
+    def _states(self, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Iterator[Tensor]:
+        """The residual stream that enters each layer, the one that leaves the last, and its norm."""
         if self.compiled is not None and self.compiled.takes(len(hidden)):
-            yield from self.compiled(hidden, cos, sin, attend)
+            for stream in self.compiled(hidden, cos, sin, attend):
+                yield stream
+            yield self.norm(stream)
             return
-        yield hidden
-        for layer in self.layers:
-            hidden = layer(hidden, cos, sin, attend)
+        layers = cast("Sequence[DecoderLayer]", self.layers)
+        norms = [*(layer.input_norm for layer in layers), self.norm]
+        normed = norms[0](hidden)
+        for layer, norm in zip(layers, norms[1:], strict=True):
             yield hidden
+            normed, hidden = layer.attended(normed, hidden, cos, sin, attend)
+            normed, hidden = norm.after_add(layer.ffn(normed), hidden)  # one launch on a GPU
+        yield hidden
+        yield normed

@@ -28,8 +28,14 @@ class DecoderLayer(Layer):
         return is_row_wise(self.attention) and is_row_wise(self.ffn)
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        normed, hidden = self.ffn_norm.after_add(self.attention(self.input_norm(hidden), cos, sin, attend), hidden)
+        normed, hidden = self.attended(self.input_norm(hidden), hidden, cos, sin, attend)
         return self.ffn.added(normed, hidden) if isinstance(self.ffn, FeedForward) else self.ffn(normed).add_(hidden)
+
+    def attended(
+        self, normed: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        """(what the feed-forward reads, the residual stream before it); `normed` is `input_norm(hidden)`."""
+        return self.ffn_norm.after_add(self.attention(normed, cos, sin, attend), hidden)
 
 
 class FeedForward(Layer):

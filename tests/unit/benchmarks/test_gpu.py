@@ -35,12 +35,13 @@ def shown(found: Report, headers: list[str]) -> list[list[str]]:
 
 def test_every_kernel_is_checked() -> None:
     found = checks.report(TINY)
-    assert len(found.rows) == 57
-    # BLAS, which the interpreter uses, rounds tiles of different heights differently.
+    assert len(found.rows) == 60
+    # BLAS, which the interpreter uses, rounds tiles of different heights differently. The interpreter does not round
+    # bfloat16 as a GPU does.
     failed = [name for name, passed in shown(found, ["check", "passed"]) if passed != "yes"]
-    assert set(failed) <= {"same bits: in a chunk of a prompt"}
+    assert set(failed) <= {"same bits: in a chunk of a prompt", "same bits: add and norm in one launch"}
     assert found.num_failed == len(failed)
-    assert found.cells[0].value == 1 - len(failed) / 57
+    assert found.cells[0].value == 1 - len(failed) / 60
 
 
 def test_the_speed_of_decode_steps_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:

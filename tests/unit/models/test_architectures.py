@@ -13,6 +13,7 @@ from specray.errors import ConfigError
 from specray.layers.parallel import RankGroup
 from specray.models.llama import Llama
 from specray.models.registry import load_config, load_model
+from specray.models.target_model import BEFORE_FINAL_NORM
 from specray.ops.cpu.library import kernels
 from tests.support.architectures import ARCHITECTURES, write_architecture
 from tests.support.naive_eagle import attend_to_the_past
@@ -59,6 +60,30 @@ def test_a_row_has_the_same_bits_in_any_batch(name: str, dtype: str, tmp_path: P
     for start, count in [(0, 1), (17, 1), (3, 2), (8, 5), (1, 16), (7, 33)]:
         part = slice(start, start + count)
         assert torch.equal(model.logits(model(tokens[part], positions[part], attend)[0]), together[part])
+
+
+@pytest.mark.parametrize("kernels_of", ["auto", "torch", "triton"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])  # Triton's interpreter does not round bfloat16 as a GPU does
+@pytest.mark.parametrize("name", ["mixtral", "deepseek-v3", "llama"])
+@torch.inference_mode()
+def test_sums_in_the_norm_behind_them_are_those_of_whole_layers(
+    name: str, dtype: str, kernels_of: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kernels_of == "triton":
+        pytest.importorskip("triton")
+    monkeypatch.setenv("SPECRAY_KERNELS", kernels_of)
+    if name == "llama":
+        write_toy(tmp_path)
+    else:
+        write_architecture(name, tmp_path)
+    model, tokens, positions = load(tmp_path, dtype), torch.tensor(TOKENS), torch.arange(len(TOKENS))
+    expected = [model.embedding(tokens)]
+    for layer in model.layers:
+        expected.append(layer(expected[-1], *model.rotary.at(positions), attend_to_the_past))
+    expected.append(model.norm(expected[-1]))
+    places = (*range(len(model.layers)), BEFORE_FINAL_NORM, len(model.layers))
+    found = model(tokens, positions, attend_to_the_past, places)[1]
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek-v3"])
