@@ -9,9 +9,19 @@ import socket
 import struct
 import time
 
+from specray.cores import num_cores
+
 _HEADER = struct.Struct(">IQ")  # payload length, epoch
 _CHUNK = 1 << 18
 _LEAST_TIMEOUT_S = 1e-6  # with 0.0 a socket does not block, and has other errors
+
+_SPIN_S = 2e-3  # about a step
+_MANY_CORES = 8  # two of them may be busy with waiting
+
+
+def spin_seconds(device_type: str) -> float:
+    """How long both ends of a drafter's channel poll before they sleep. On a CPU the other end needs the cores."""
+    return _SPIN_S if device_type == "cuda" and num_cores() >= _MANY_CORES else 0.0
 
 
 class ChannelClosedError(ConnectionError):
@@ -38,16 +48,16 @@ class Channel:
         """The payload of the next frame of this epoch.
 
         Raises ChannelClosedError if the connection is closed, and TimeoutError if nothing arrives for `timeout`
-        seconds; a partial frame is kept for the next call. Before it sleeps it polls for `spin_s` seconds, because a
-        process that sleeps is late by tens of microseconds.
+        seconds (0 or less: does not wait); a partial frame is kept for the next call. Before it sleeps it polls for
+        `spin_s` seconds, because a process that sleeps is late by tens of microseconds.
         """
         if spin_s:
             start = time.monotonic()
             until = start + (spin_s if timeout is None else min(spin_s, timeout))
             while not self.poll(0.0) and time.monotonic() < until:
                 pass
-            timeout = None if timeout is None else max(_LEAST_TIMEOUT_S, timeout - (time.monotonic() - start))
-        self._socket.settimeout(timeout)
+            timeout = None if timeout is None else timeout - (time.monotonic() - start)
+        self._socket.settimeout(None if timeout is None else max(_LEAST_TIMEOUT_S, timeout))
         while True:
             epoch, payload = self._frame()
             if epoch == self._epoch:

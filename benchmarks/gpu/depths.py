@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.gpu.random_model import LLAMA_8B, ModelSize
 from benchmarks.gpu.random_model import TINY as TINY_MODEL
-from benchmarks.gpu.report import Cell, Order, Report, in_time, requests
+from benchmarks.gpu.report import Cell, Order, Report, requests
 from benchmarks.gpu.speed import VARIANTS, Speed, Variant, measure
 
 CHAINS = [
@@ -33,11 +33,13 @@ def report(order: Order) -> Report:
         size, chains, batch_sizes, contexts, num_steps = TINY_MODEL, CHAINS[:2], [2], [8], 3
     found: dict[int, list[Speed]] = {context: [] for context in contexts}
     rows = []
-    for context, each in in_time(_measured(contexts, size, order.device, chains, batch_sizes, num_steps)):
+    for context, each in order.time_limit.in_time(
+        _measured(contexts, size, order.device, chains, batch_sizes, num_steps)
+    ):
         found[context].append(each)
         rows.append(_row(each, context, gain(each, found[context])))
         print(", ".join(rows[-1]), flush=True)  # minutes pass before the table
-    cells = [cell for context in contexts for cell in _cells(context, found[context])]
+    cells = [cell for context in contexts for cell in _cells(context, found[context], len(chains) - 1)]
     return Report(HEADERS, rows, 1, f"{size.name}, {num_steps} steps", cells)
 
 
@@ -56,7 +58,8 @@ def _measured(
                 yield context, each
 
 
-def _cells(context: int, found: list[Speed]) -> Iterator[Cell]:
+def _cells(context: int, found: list[Speed], num_lengths: int) -> Iterator[Cell]:
+    """The gain of each length, and of the best one once all `num_lengths` were measured."""
     table = f"Gain of chains over plain decoding, 8B model with random weights, context {context:,}"
     gains: dict[int, list[float]] = {}  # by batch size
     for each in found:
@@ -65,6 +68,8 @@ def _cells(context: int, found: list[Speed]) -> Iterator[Cell]:
             gains.setdefault(each.batch_size, []).append(gained)
             yield Cell(table, each.variant.title, requests(each.batch_size), gained)
     for batch_size, of_chains in gains.items():
+        if len(of_chains) < num_lengths:
+            continue
         goal = GOALS.get(context) if batch_size == GOAL_REQUESTS else None
         yield Cell(table, "best length", requests(batch_size), max(of_chains), goal=goal)
 

@@ -1,7 +1,6 @@
 """The part `environment`: what the other figures depend on, and what the next steps could use."""
 
 import ctypes
-import os
 import shutil
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
@@ -9,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from benchmarks.gpu.report import Order, Report
+from specray.cores import num_cores
 
 PACKAGES = ("torch", "triton", "transformers", "ray", "flashinfer-python", "vllm")
 STREAM_MEMORY = 122  # CU_DEVICE_ATTRIBUTE_CAN_USE_STREAM_MEM_OPS: a stream can wait for a value in memory
@@ -16,7 +16,7 @@ QUERY = ("driver_version", "compute_mode", "memory.total", "clocks.max.sm", "pow
 
 
 def report(order: Order) -> Report:
-    rows = [["CPU cores", str(len(os.sched_getaffinity(0)))], *([name, _version(name)] for name in PACKAGES)]
+    rows = [["CPU cores", str(num_cores())], *([name, _version(name)] for name in PACKAGES)]
     rows.append(["MPS", shutil.which("nvidia-cuda-mps-control") or "not installed"])
     if order.device.type == "cuda":
         rows += _of_gpu(order.device)

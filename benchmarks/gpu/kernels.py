@@ -6,7 +6,6 @@ something twice shows a lower rate. Calls do not find their inputs in the L2 cac
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from benchmarks.gpu.cases import EPS, SHAPES, TINY, Shape, Tokens
-from benchmarks.gpu.report import Cell, Order, Report, in_time
+from benchmarks.gpu.report import Cell, Order, Report
 from specray.ops.gpu import kv, layers, sampling
 from specray.ops.gpu.attention import TritonAttend
 from specray.ops.gpu.few_rows import GpuMatrix
@@ -61,7 +60,7 @@ class Measurement(NamedTuple):
 
 def report(order: Order) -> Report:
     shape, sizes = (TINY, SMALL) if order.is_tiny else (SHAPES[0], FULL)
-    found = list(in_time(measure(shape, sizes, order.device)))
+    found = list(order.time_limit.in_time(measure(shape, sizes, order.device)))
     return Report(HEADERS, table_rows(found), 1, f"{shape.name}, bfloat16", cells(found, sizes))
 
 
@@ -69,16 +68,16 @@ def cells(found: list[Measurement], sizes: Sizes) -> list[Cell]:
     """The device's limits, and what `deterministic: true` costs, as far as they were measured."""
     by_name = {each.name: each for each in found}
     limits = []
-    with suppress(KeyError):
-        copy, product = by_name["ceiling: copy"], by_name["ceiling: product"]
-        limits = [
-            Cell("Kernels", "copy, TB/s", "measured", copy.gigabytes_per_s / 1000),
-            Cell("Kernels", f"product of {sizes.square:,} squared, TFLOPS", "measured", product.teraflops, "{:,.0f}"),
-        ]
-        for rows in (1, sizes.chunk):
-            fixed, torchs = (by_name[f"{name} product, {rows} rows"].seconds for name in ("fixed order", "torch's"))
+    if copy := by_name.get("ceiling: copy"):
+        limits.append(Cell("Kernels", "copy, TB/s", "measured", copy.gigabytes_per_s / 1000))
+    if product := by_name.get("ceiling: product"):
+        what = f"product of {sizes.square:,} squared, TFLOPS"
+        limits.append(Cell("Kernels", what, "measured", product.teraflops, "{:,.0f}"))
+    for rows in (1, sizes.chunk):
+        fixed, torchs = (by_name.get(f"{name} product, {rows} rows") for name in ("fixed order", "torch's"))
+        if fixed and torchs:
             what = f"deterministic products / torch's, time, {rows} row{'' if rows == 1 else 's'}"
-            limits.append(Cell("Kernels", what, "measured", fixed / torchs, "{:.1f}"))
+            limits.append(Cell("Kernels", what, "measured", fixed.seconds / torchs.seconds, "{:.1f}"))
     return limits
 
 

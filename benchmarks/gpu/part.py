@@ -15,7 +15,7 @@ from typing import NamedTuple, Self
 import torch
 
 from benchmarks import results
-from benchmarks.gpu.report import Cell, Checkpoints, Order, OutOfTime, Report
+from benchmarks.gpu.report import Cell, Checkpoints, Order, Report, TimeLimit
 from specray.tables import format_table
 
 MODULES = {"check": "checks"}  # of parts that are not named like their module; "serve-…" are those of `served_on_ray`
@@ -82,17 +82,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.target is not None:
         checkpoints = Checkpoints(options.target, options.eagle2, options.eagle3, options.mt_bench)
     module = "served_on_ray" if name.startswith("serve-") else MODULES.get(name, name)
-    order = Order(name, device, is_tiny, options.out, checkpoints)
-    is_whole = True
-
-    def end(number: int, _: object) -> None:
-        nonlocal is_whole
-        is_whole = False
-        signal.signal(number, signal.SIG_IGN)
-        raise OutOfTime(128 + number)
-
-    signal.signal(signal.SIGTERM, end)
+    time_limit = TimeLimit()
+    order = Order(name, device, is_tiny, options.out, time_limit, checkpoints)
+    time_limit.watch()
     found: Report = import_module(f"benchmarks.gpu.{module}").report(order)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what follows takes less time than the caller waits after it
+    is_whole = not time_limit.is_over
     print(format_table(found.headers, found.rows, found.num_text_columns))
     ending = "" if is_whole else "OUT OF TIME, not all was measured; "
     print(f"\n{name}: {ending}{found.note}; {machine_name(device)}, torch {torch.__version__}", flush=True)

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.gpu.random_model import LLAMA_8B, make_target, write_head
 from benchmarks.gpu.random_model import TINY as TINY_MODEL
-from benchmarks.gpu.report import Cell, Order, Report, in_time, requests
+from benchmarks.gpu.report import Cell, Order, Report, requests
 from benchmarks.gpu.speed import VARIANTS, Setting, Speed, Steps, config_of
 from specray.config import EngineConfig
 from specray.worker.remote_drafter.handshake import DraftEndpoint, DraftPlacement
@@ -48,7 +48,7 @@ def report(order: Order) -> Report:
     setting = TINY if order.is_tiny else FULL
     [variant] = setting.variants
     with tempfile.TemporaryDirectory() as folder:
-        found = list(in_time(measure(Path(folder), setting, order.device)))
+        found = list(order.time_limit.in_time(measure(Path(folder), setting, order.device)))
     table = f"Placement of the drafter, {variant.title}, tokens a second"
     cells = [
         Cell(table, each.title, requests(each.batch_size), each.tokens_per_s, "{:,.0f}")

@@ -1,5 +1,6 @@
 """What a part of `python -m benchmarks.gpu` is given, and what it finds: a table, and those figures that are kept."""
 
+import signal
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -11,7 +12,36 @@ T = TypeVar("T")
 
 
 class OutOfTime(SystemExit):
-    """The time of a part is over, which SIGTERM tells it."""
+    """The time of a part is over."""
+
+
+class TimeLimit:
+    """SIGTERM ends the measuring of this process's part, but not the printing and saving of what it has measured."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self._is_measuring = True  # or is loading what it measures
+
+    def watch(self) -> None:
+        signal.signal(signal.SIGTERM, self._end)
+
+    def in_time(self, found: Iterable[T]) -> Iterator[T]:
+        """What a part finds until its time is over."""
+        with suppress(OutOfTime):
+            self._is_measuring = True
+            for each in found:
+                self._is_measuring = False
+                yield each
+                if self.is_over:
+                    return
+                self._is_measuring = True
+            self._is_measuring = False
+
+    def _end(self, number: int, _: object) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        self.is_over = True
+        if self._is_measuring:
+            raise OutOfTime(128 + number)
 
 
 class Checkpoints(NamedTuple):
@@ -30,6 +60,7 @@ class Order(NamedTuple):
     device: torch.device
     is_tiny: bool  # a small model and few steps, to test the program
     folder: Path  # for files that several parts read
+    time_limit: TimeLimit
     checkpoints: Checkpoints | None = None
 
 
@@ -57,12 +88,6 @@ class Report(NamedTuple):
     note: str  # printed below the table
     cells: list[Cell]
     num_failed: int = 0  # checks
-
-
-def in_time(found: Iterable[T]) -> Iterator[T]:
-    """What a part finds until its time is over."""
-    with suppress(OutOfTime):
-        yield from found
 
 
 def requests(count: int) -> str:

@@ -23,7 +23,7 @@ import torch
 from benchmarks.gpu.random_model import LLAMA_8B, ModelSize, make_target, write_head
 from benchmarks.gpu.random_model import TINY as TINY_MODEL
 from benchmarks.gpu.rank_process import EPOCH, LOADING_S
-from benchmarks.gpu.report import Cell, Order, Report, in_time, requests
+from benchmarks.gpu.report import Cell, Order, Report, requests
 from benchmarks.gpu.speed import VARIANTS, WARM_UP, Setting, Variant, config_of
 from specray.channel import Channel
 from specray.config import EngineConfig
@@ -110,7 +110,7 @@ class RankProcess:
 def report(order: Order) -> Report:
     setting = TINY if order.is_tiny else FULL
     found = []
-    for each in in_time(measure(setting, order.device)):
+    for each in order.time_limit.in_time(measure(setting, order.device)):
         found.append(each)
         print(", ".join(table_rows([each])[0]), flush=True)  # minutes pass before the table
     table = "Engine steps of an 8B model with random weights, as they are served, tokens a second"

@@ -23,7 +23,7 @@ import yaml
 from benchmarks.gpu.part import Finding
 from benchmarks.gpu.random_model import LLAMA_8B, ModelSize, write_head, write_target
 from benchmarks.gpu.random_model import TINY as TINY_MODEL
-from benchmarks.gpu.report import Cell, Order, Report, in_time, requests
+from benchmarks.gpu.report import Cell, Order, Report, requests
 from benchmarks.gpu.speed import VARIANTS, Variant
 from specray.bench.exchange import Exchange, exchange, request_bytes
 from specray.bench.ledger import Outcome, ending_of
@@ -63,7 +63,7 @@ class Load(NamedTuple):
 
 def report(order: Order) -> Report:
     setting, found = TINY if order.is_tiny else FULL, list[Cell]()
-    for cell in in_time(measure(order, setting)):
+    for cell in order.time_limit.in_time(measure(order, setting)):
         found.append(cell)
         print(", ".join(_row(cell)), flush=True)  # minutes pass before the table
     return Report(HEADERS, [_row(cell) for cell in found], 2, f"prompts of {setting.prompt} tokens", found)

@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.gpu.random_model import LLAMA_8B, ModelSize, make_target, write_head
 from benchmarks.gpu.random_model import TINY as TINY_MODEL
-from benchmarks.gpu.report import Cell, Order, Report, in_time, requests
+from benchmarks.gpu.report import Cell, Order, Report, requests
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.step import UNLIMITED, NewRequest, SamplingOptions, ScheduledRequest, StepPlan
 from specray.worker.buckets import Bucket, buckets
@@ -97,7 +97,9 @@ def report(order: Order) -> Report:
         size, variants, batch_sizes, steps, prompt = TINY_MODEL, TINY_VARIANTS, (1, 2), 3, 8
     found = []
     with tempfile.TemporaryDirectory() as folder:
-        for each in in_time(measure(Path(folder), size, order.device, variants, batch_sizes, steps, prompt)):
+        for each in order.time_limit.in_time(
+            measure(Path(folder), size, order.device, variants, batch_sizes, steps, prompt)
+        ):
             found.append(each)
             print(", ".join(table_rows([each])[0]), flush=True)  # minutes pass before the table
     note = f"{size.name}, prompts of {prompt} tokens, {steps} steps; goals are for an H200"

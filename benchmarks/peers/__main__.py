@@ -24,6 +24,7 @@ from specray.bench.machine import describe_machine
 from specray.bench.prompts import load_prompts
 from specray.cli.arguments import positive
 from specray.config import EMBEDDED_MODEL
+from specray.cores import num_cores
 from specray.models.files import embedded_gguf, resolve_model
 from specray.models.tokenizer import load_tokenizer, render_chat
 
@@ -66,7 +67,7 @@ def _start(
     names: Sequence[str], torch_args: Sequence[str], failures: dict[str, str], stack: ExitStack
 ) -> dict[str, WorkerProcess]:
     """Workers of the engines, one after the other; those that cannot run go to `failures` with the reason."""
-    model, gguf, threads = _model_folder(), embedded_gguf(), len(os.sched_getaffinity(0))
+    model, gguf, threads = _model_folder(), embedded_gguf(), num_cores()
     workers = {}
     for name in names:
         engine = BY_NAME[name]

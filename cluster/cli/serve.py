@@ -41,6 +41,7 @@ from cluster.engine.node_resources import refuse_impossible
 from cluster.process_settings import LARGE_MESSAGES, ONE_LOOP
 from specray.cli.engine_flags import answer, check_sglang_environment
 from specray.cli.local_server import refuse_port_in_use
+from specray.cores import num_cores
 from specray.errors import ConfigError, SpecRayError, did_you_mean
 from specray.server.monitoring.trace_context import check_tracing_packages
 
@@ -134,7 +135,7 @@ def _failed(error: Exception) -> int:
 def _excess(apps: Sequence[AppConfig]) -> Iterator[str]:
     """The resources that the applications reserve and this machine does not have, as one error; none if it has them."""
     num_gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    machine = {"CPU": float(len(os.sched_getaffinity(0))), "GPU": float(num_gpus)}
+    machine = {"CPU": float(num_cores()), "GPU": float(num_gpus)}
     custom = {name: inf for app in apps for name in app.placement.rank_resources}
     try:
         refuse_impossible(apps, [custom | machine], [app.device == "cuda" for app in apps])

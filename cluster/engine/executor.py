@@ -33,6 +33,7 @@ from cluster.liveness.actors import RAY_EXIT_S, Place, exit_reason, start_error
 from cluster.liveness.watchdog import Watchdogs, ranks_by_node
 from specray.channel import Channel, ChannelClosedError
 from specray.config import EngineConfig, with_values
+from specray.cores import num_cores
 from specray.engine.executor import Capacity
 from specray.errors import EngineDeadError
 from specray.heartbeat import HeartbeatFile, LocalHeartbeat
@@ -284,7 +285,7 @@ class RayExecutor:
 
 
 def _rank_config(config: AppConfig) -> EngineConfig:
-    return with_values(config.engine, num_threads=rank_threads(config, _num_cores()))
+    return with_values(config.engine, num_threads=rank_threads(config, num_cores()))
 
 
 def rank_threads(config: AppConfig, num_cores: int) -> int:
@@ -304,13 +305,9 @@ def rank_environment(config: AppConfig, has_gpu: bool) -> dict[str, str]:
     threads, and a step of 12.6 ms took 23.4 ms.
     """
     environment = {
-        "OMP_NUM_THREADS": str(rank_threads(config, _num_cores())),
+        "OMP_NUM_THREADS": str(rank_threads(config, num_cores())),
         process_settings.LOG_LEVEL: config.server.log_level,
     }
     if not has_gpu:
         environment[process_settings.NICENESS] = str(process_settings.COMPUTING_NICENESS)
     return environment
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0))

@@ -7,6 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from specray import __version__
+from specray.cores import num_cores
 from specray.ops.cpu.processor import cpu_name, num_threads
 
 PACKAGES = ("torch", "transformers", "ray")
@@ -15,7 +16,7 @@ PACKAGES = ("torch", "transformers", "ray")
 def describe_machine() -> dict[str, str | int]:
     facts: dict[str, str | int] = {
         "cpu": cpu_name(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": num_cores(),
         "threads": num_threads(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
         "system": f"{platform.system()} {platform.machine()}",

@@ -93,4 +93,4 @@ class ProposeContext:
 
     def bounds_of(self, requests: Sequence[DraftRequest]) -> Tensor:
         """`bounds_on_host`, int64 [3, n] on the device."""
-        return self.table.numbers(*bounds_on_host(requests)).view(3, -1)
+        return self.table.numbers(*bounds_on_host(requests))

@@ -1,12 +1,12 @@
 """Options for generating training answers. The module is quick to import."""
 
 import argparse
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from specray.cli.arguments import not_negative, positive
 from specray.config import EMBEDDED_MODEL
+from specray.cores import num_cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ def add_answer_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--generators",
         type=positive,
-        default=len(os.sched_getaffinity(0)),
+        default=num_cores(),
         metavar="N",
         help="processes that share the work, each with an engine of its own; set 1 on a GPU (default: the number of "
         "cores, %(default)s)",

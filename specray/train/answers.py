@@ -8,7 +8,6 @@ that an interrupted run resumes and several processes share the work.
 import contextlib
 import fcntl
 import json
-import os
 import signal
 import sys
 import threading
@@ -25,6 +24,7 @@ from typing import Any
 from tqdm import tqdm
 from transformers import PretrainedConfig
 
+from specray.cores import num_cores
 from specray.engine.request import EngineRequest
 from specray.errors import ConfigError, EngineDeadError, SpecRayError
 from specray.llm import LLM
@@ -269,7 +269,7 @@ class _Generator:
             model=options.model,
             dtype=options.dtype,
             disable_radix_cache=True,
-            num_threads=max(1, len(os.sched_getaffinity(0)) // options.generators),
+            num_threads=max(1, num_cores() // options.generators),
             max_running_requests=options.concurrency,
             max_total_tokens=options.concurrency * (room + 16),
             drafter=HiddenStateRecorder(aux_hidden_state_layers(config.num_hidden_layers), self._take)

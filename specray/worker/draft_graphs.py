@@ -40,7 +40,7 @@ class DraftGraphs:
         rows, size = max(self._buckets, default=0), hidden_size * len(drafter.aux_hidden_state_layers)
         padding = torch.tensor([table.padding_slot, 0, 0]).to(table.device)  # slot, start, end
         self._padding = padding[:, None].repeat(1, rows)
-        self._bounds, self._num_loaded = self._padding.clone(), 0
+        self._bounds = self._padding.clone()
         self._states = torch.zeros(rows * width, size, dtype=dtype, device=table.device)
         self._drafts = TreeBuffers(rows, width, table.device)
 
@@ -61,18 +61,16 @@ class DraftGraphs:
         return None if rows is None else partial(self._replay, context, rows, lengths)
 
     def _replay(self, context: ProposeContext, rows: int, lengths: list[int]) -> DraftTree:
-        self._load(context)
+        self._load(context, rows)
         states = (context.table.states[request.slot].sampling for request in context.requests)
         self._graphs.replay(self._key(rows, any(state.is_sampled for state in states)))
         return self._drafts.trees(len(lengths))
 
-    def _load(self, context: ProposeContext) -> None:
-        """What the graphs read of a step, without waiting for the device. Rows behind the requests are padding."""
+    def _load(self, context: ProposeContext, rows: int) -> None:
+        """What a graph of `rows` rows reads, without waiting for the device. Rows behind the requests are padding."""
         count = len(context.requests)
         self._bounds[:, :count].copy_(context.bounds)
-        if count < self._num_loaded:
-            self._bounds[:, count : self._num_loaded].copy_(self._padding[:, count : self._num_loaded])
-        self._num_loaded = count
+        self._bounds[:, count:rows].copy_(self._padding[:, count:rows])
         if (states := context.aux_hidden_states) is not None and self._states.shape[1]:
             self._states[: len(states)].copy_(states)
 

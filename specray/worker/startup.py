@@ -1,12 +1,12 @@
 """Start one rank of the target from its configuration: weights, KV pool, drafter and CUDA graphs."""
 
 import logging
-import os
 from functools import partial
 
 import torch
 
 from specray.config import MAX_TREE_NODES, EngineConfig
+from specray.cores import num_cores
 from specray.engine.executor import Capacity
 from specray.layers.parallel import RankGroup
 from specray.models.compilation import compile_layers
@@ -64,7 +64,7 @@ def start_worker(
     """
     device = choose_device(config, rank)
     if device.type == "cpu":
-        ops_on(device).use_threads(config.num_threads or max(1, len(os.sched_getaffinity(0)) // world_size))
+        ops_on(device).use_threads(config.num_threads or max(1, num_cores() // world_size))
     folder = target_folder(config, progress=progress)
     group = RankGroup(rank, world_size, init_method, device, config.deterministic)
     placement: DraftPlacement = "inline" if colocate is None else colocate.placement

@@ -16,6 +16,7 @@ LEAVES = {
     "caches",
     "channel",
     "config",
+    "cores",
     "sampling_params",
     "outputs",
     "draft_trace",

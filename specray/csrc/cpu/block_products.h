@@ -13,10 +13,10 @@ namespace specray {
 // Rows whose sums fit into registers, more or less.
 #if defined(SPECRAY_AVX512)
 constexpr int MAX_QUANTISED = 8, MAX_FLOATS = 8, MAX_CODED = 8, MAX_PAIRS = MULTIPLIES_PAIRS ? 14 : 8;
-constexpr int MAX_HALVES = 8, MOST_SUMS = 24;
+constexpr int MAX_SCALED_UP = 8, MOST_SUMS = 24;
 #else
 constexpr int MAX_QUANTISED = 4, MAX_FLOATS = 6, MAX_CODED = 4, MAX_PAIRS = 6;
-constexpr int MAX_HALVES = 6, MOST_SUMS = 12;
+constexpr int MAX_SCALED_UP = 6, MOST_SUMS = 12;
 #endif
 
 // The same for quantised weights and activations of `numbers` numbers of 8 bits each.
@@ -25,7 +25,7 @@ constexpr int most_quantised(int numbers) { return MULTIPLIES_WORDS ? MAX_QUANTI
 // Rows that `tile_of` multiplies at a time.
 inline int most_rows(const Matrix& matrix) {
   if (matrix.kind == BFLOAT16) return MAX_PAIRS;
-  if (form_of(matrix) == Form::LARGE) return MAX_HALVES;
+  if (form_of(matrix) == Form::SCALED_UP) return MAX_SCALED_UP;
   if (is_coded(matrix.kind)) return MAX_CODED;
   if (!is_quantised(matrix.kind)) return MAX_FLOATS;
   return most_quantised(form_of(matrix) == Form::FINE_BYTES ? 2 : 1);
@@ -490,7 +490,7 @@ inline void summed_tile(const Matrix& matrix, const uint8_t* block, const Rows& 
     }
     for (int r = 0; r < R; ++r)
       for (int n = 0; n < N; ++n)
-        totals[r][n] += (sums[0][r][n] + sums[1][r][n]) * (group.scale[n] * (1.0f / Rows::ENLARGED));
+        totals[r][n] += (sums[0][r][n] + sums[1][r][n]) * (group.scale[n] * (1.0f / Rows::SCALE_UP));
   }
   for (int r = 0; r < R; ++r)
     for (int n = 0; n < N; ++n) store(out[r] + n * WIDTH, totals[r][n]);
@@ -529,8 +529,8 @@ inline void tile_of(
       });
     });
   }
-  if (form_of(matrix) == Form::LARGE) {
-    return with_rows<MAX_HALVES>(count, [&](auto num_rows) {
+  if (form_of(matrix) == Form::SCALED_UP) {
+    return with_rows<MAX_SCALED_UP>(count, [&](auto num_rows) {
       summed_tile<num_rows.value>(matrix, block, rows, first, fetch, out);
     });
   }
@@ -539,7 +539,7 @@ inline void tile_of(
       with_rows<MAX_CODED>(count, [&](auto num_rows) {
         constexpr int R = num_rows.value, KIND = kind.value;
         if constexpr (KIND != E4M3)
-          if (matrix.is_half) return rounded_tile<R, KIND>(matrix, block, rows, first, fetch, out);
+          if (matrix.is_16_bit) return rounded_tile<R, KIND>(matrix, block, rows, first, fetch, out);
         coded_tile<R, KIND>(matrix, block, rows, first, fetch, out);
       });
     });

@@ -44,7 +44,7 @@ std::string layout(const char* name, size_t size, std::string names, const void*
 // In the order of specray/ops/cpu/structs.py.
 inline std::string layouts() {
   std::string text;
-  LAYOUT(Matrix, kind, outs, ins, zero, group, scale_type, is_half, data, bias);
+  LAYOUT(Matrix, kind, outs, ins, zero, group, scale_type, is_16_bit, data, bias);
   LAYOUT(Pool, data, slot_bytes, type, num_heads, dim);
   LAYOUT(LayerAttention, pool, num_heads, window, scale, softcap, sinks);
   LAYOUT(Requests, count, slots_width, mask_rows, mask_columns, query_lens, kv_lens, tree_sizes, kv_slots, tree_mask);

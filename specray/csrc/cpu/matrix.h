@@ -47,7 +47,7 @@ struct Matrix {
   int32_t zero;  // of quantised weights; 0 if they have lows
   int32_t group;       // inputs that share a scale of coded weights, a multiple of 16 unless there is one group
   int32_t scale_type;  // of coded weights
-  int32_t is_half;  // whether coded weights are those of a model of 16 bits
+  int32_t is_16_bit;  // whether coded weights are those of a model of 16 bits
   const uint8_t* data;
   const float* bias;  // [outs], or null
 };
@@ -118,8 +118,8 @@ inline Form form_of(const Matrix& matrix) {
   if (is_quantised(kind) && kind < Q8) return Form::BYTES;
   if (is_quantised(kind)) return MULTIPLIES_WORDS ? Form::WORDS : kind == Q8_ROUGH ? Form::BYTES : Form::FINE_BYTES;
   if (kind == BFLOAT16) return MULTIPLIES_PAIRS ? Form::PAIRS : Form::ROUNDED;
-  if (!matrix.is_half) return Form::FLOATS;
-  return kind == E4M3 ? Form::LARGE : Form::WORDS;
+  if (!matrix.is_16_bit) return Form::FLOATS;
+  return kind == E4M3 ? Form::SCALED_UP : Form::WORDS;
 }
 
 inline int num_groups(const Matrix& matrix) { return (matrix.ins + matrix.group - 1) / matrix.group; }

@@ -15,14 +15,14 @@ inline int padded(int ins) { return (ins + GROUP - 1) / GROUP * GROUP; }
 
 constexpr float FINE_STEPS = 254.0f;  // steps of the second number in one of the first
 
-// ROUNDED: floats with bfloat16's precision. LARGE: floats times `Rows::ENLARGED`.
-enum class Form { FLOATS, ROUNDED, LARGE, PAIRS, BYTES, FINE_BYTES, WORDS };
+// ROUNDED: floats with bfloat16's precision. SCALED_UP: floats times `Rows::SCALE_UP`.
+enum class Form { FLOATS, ROUNDED, SCALED_UP, PAIRS, BYTES, FINE_BYTES, WORDS };
 
 class Rows {
  public:
   // Times weights of e4m3 before their scale, which are 2^120 times too small, this gives normal numbers. Activations of
   // 2^68 become infinite.
-  static constexpr float ENLARGED = 0x1p60f;
+  static constexpr float SCALE_UP = 0x1p60f;
 
   Rows(Form form, int count, int ins) : form_(form), ins_(ins), wide_(padded(ins)) {
     if (has_groups()) {
@@ -54,7 +54,7 @@ class Rows {
       return;
     }
     float* to = floats_.data() + int64_t(row) * wide_ + first;
-    for (int i = 0; i < count; ++i) to[i] = form_ == Form::LARGE ? x[i] * ENLARGED : x[i];
+    for (int i = 0; i < count; ++i) to[i] = form_ == Form::SCALED_UP ? x[i] * SCALE_UP : x[i];
     if (form_ == Form::ROUNDED) {
       for (int i = 0; i < count; ++i) {
         bfloat16 rounded;
@@ -76,7 +76,7 @@ class Rows {
         if (form_ == Form::FINE_BYTES) to[i] += bytes(row, 1)[i] / FINE_STEPS;
         to[i] *= scales(row)[i / GROUP];
       } else {
-        to[i] = form_ == Form::LARGE ? floats(row)[i] / ENLARGED : floats(row)[i];
+        to[i] = form_ == Form::SCALED_UP ? floats(row)[i] / SCALE_UP : floats(row)[i];
       }
     }
   }

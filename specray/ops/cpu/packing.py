@@ -83,10 +83,10 @@ def kind_of(*weights: Weight) -> int:
     if isinstance(weight, QuantisedWeight):
         return _CODES[weight.code, weight.zeros is not None]
     has_lows = weight.lows is not None
-    is_half = all(isinstance(other, GroupedWeight) and other.is_exact_in_half for other in weights)
-    if weight.size == 32 and not is_half and (weight.bits == 8 or not has_lows):
+    fits_float16 = all(isinstance(other, GroupedWeight) and other.is_exact_in_half for other in weights)
+    if weight.size == 32 and not fits_float16 and (weight.bits == 8 or not has_lows):
         has_lows = True  # there is no kind of groups of 32 with float32 scales and without lows
-    return _KINDS[weight.bits, has_lows, weight.size, is_half and weight.size == 32]
+    return _KINDS[weight.bits, has_lows, weight.size, fits_float16 and weight.size == 32]
 
 
 def _struct_of(weights: list[Weight]) -> MatrixStruct:
@@ -94,12 +94,12 @@ def _struct_of(weights: list[Weight]) -> MatrixStruct:
     kind, weight = kind_of(*weights), weights[0]
     if isinstance(weight, QuantisedWeight):
         scale_type = _E8M0 if weight.scales.dtype is torch.uint8 else FLOAT_TYPES[weight.scales.dtype]
-        is_half = all(map(_computes_in_half, weights))
-        return MatrixStruct(kind, group=weight.group, scale_type=scale_type, is_half=is_half)
+        is_16_bit = all(map(_computes_in_16_bits, weights))
+        return MatrixStruct(kind, group=weight.group, scale_type=scale_type, is_16_bit=is_16_bit)
     return MatrixStruct(kind, zero=weight.zero if isinstance(weight, GroupedWeight) and kind not in _WITH_LOWS else 0)
 
 
-def _computes_in_half(weight: Weight) -> bool:
+def _computes_in_16_bits(weight: Weight) -> bool:
     """Whether the kernels for models of 16 bits can read the weight."""
     if not isinstance(weight, QuantisedWeight) or weight.dtype is torch.float32:
         return False

@@ -30,7 +30,7 @@ class MatrixStruct(ctypes.Structure):
         ("zero", c_int32),
         ("group", c_int32),
         ("scale_type", c_int32),
-        ("is_half", c_int32),
+        ("is_16_bit", c_int32),
         ("data", c_void_p),
         ("bias", c_void_p),
     )

@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from specray.channel import Channel, ChannelClosedError
+from specray.channel import Channel, ChannelClosedError, spin_seconds
 from specray.config import MAX_TREE_NODES, EngineConfig
 from specray.errors import EngineDeadError
 from specray.layers.parallel import RankGroup
@@ -46,7 +46,6 @@ from specray.worker.remote_drafter.wire import (
     Order,
     TargetHandshake,
     pack,
-    spin_seconds,
     unpack_order,
     unpack_target_handshake,
 )
@@ -100,7 +99,7 @@ class DraftServer:
             on_accept()
             decoder = DeltaDecoder(target, self._device, self._table)
             self._group.broadcast_bytes(pack(target))
-            spin_s = spin_seconds(self._device)
+            spin_s = spin_seconds(self._device.type)
             with contextlib.closing(ring):
                 while True:
                     data = channel.recv(spin_s=spin_s)

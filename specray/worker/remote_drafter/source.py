@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specray.channel import Channel, ChannelClosedError
+from specray.channel import Channel, ChannelClosedError, spin_seconds
 from specray.errors import ConfigError, EngineDeadError
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import DraftFaultError, TreeRows, UnsizedTrees
@@ -37,7 +37,7 @@ from specray.worker.remote_drafter.handshake import (
 )
 from specray.worker.remote_drafter.received_trees import ReceivedTrees
 from specray.worker.remote_drafter.ring import NUM_REGIONS, HiddenStateRing, open_file
-from specray.worker.remote_drafter.wire import DeltaEncoder, TargetHandshake, pack, spin_seconds, unpack_reply
+from specray.worker.remote_drafter.wire import DeltaEncoder, TargetHandshake, pack, unpack_reply
 
 FROZEN_S = 3.0  # the drafter is dropped if an order has no reply for this long
 LATE_FACTOR = 4.0  # a step waits this many times the longest of the recent replies' times,
@@ -45,7 +45,6 @@ LEAST_WAIT_S = 0.05  # but at least this long, because a process may have to wai
 FIRST_WAIT_S = 2.0  # for the first reply, which includes everything that is set up on first use
 SEND_S = 1.0  # a drafter that reads no bytes for this long is gone
 HANDSHAKE_S = 0.5
-_POLL_S = 1e-4
 _ADMIT_POLL_S = 0.02
 
 logger = logging.getLogger(__name__)
@@ -261,7 +260,7 @@ class _Peer:
         sizes = table.num_slots, table.max_tokens, table.page_size, table.vocab_size
         reply = TargetHandshake(tokens, width, str(limits.dtype).removeprefix("torch."), *sizes, device_ring)
         self._channel.send(pack(reply), SEND_S)
-        self._spin_s = spin_seconds(table.device)
+        self._spin_s = spin_seconds(table.device.type)
         self._encoder = DeltaEncoder()
         self._free = deque(range(NUM_REGIONS))
         self._unanswered: deque[_Sent] = deque()
@@ -300,7 +299,7 @@ class _Peer:
             is_behind = self._is_late and len(self._unanswered) > 1
             until = 0.0 if is_behind else self._unanswered[-1].time + self._reply_timeout_s()
             try:
-                data = self._channel.recv(max(until - time.monotonic(), _POLL_S), self._spin_s)
+                data = self._channel.recv(until - time.monotonic(), self._spin_s)
             except TimeoutError:
                 self._check_frozen()
                 self._is_late = True

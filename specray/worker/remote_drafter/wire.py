@@ -6,7 +6,6 @@ memory (`ring`).
 """
 
 import operator
-import os
 from collections.abc import Callable, Sequence
 from typing import Annotated, NamedTuple
 
@@ -24,15 +23,7 @@ from specray.step import DrafterUse, DraftFault, NewRequest
 from specray.worker.remote_drafter.received_trees import ReceivedTree
 
 Score = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
-_SPIN_S = 2e-3  # about a step
-_MANY_CORES = 8  # of a process: two of them may be busy with waiting
 _MOST_OF_A_USE = 1e9  # seconds or trees of a step, far above any that is true
-
-
-def spin_seconds(device: torch.device) -> float:
-    """How long each end polls for the next message before it sleeps. On a CPU the other end needs the cores."""
-    has_cores = len(os.sched_getaffinity(0)) >= _MANY_CORES
-    return _SPIN_S if device.type == "cuda" and has_cores else 0.0
 
 
 class TargetHandshake(NamedTuple):

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from benchmarks import results
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import checks, depths, environment, heads, kernels, part, placement, served, served_on_ray, speed
-from benchmarks.gpu.report import Cell, Checkpoints, Order, Report
+from benchmarks.gpu.report import Cell, Checkpoints, Order, Report, TimeLimit
 from cluster.config import AppConfig
 from specray.errors import ConfigError
 from specray.llm import LLM
@@ -24,7 +24,7 @@ from tests.support.graph_stand_in import recorded_graphs
 from tests.support.heads import write_random_head
 
 CPU = torch.device("cpu")
-TINY = Order("a part", CPU, is_tiny=True, folder=Path("nowhere"))
+TINY = Order("a part", CPU, is_tiny=True, folder=Path("nowhere"), time_limit=TimeLimit())
 TINY_ARGUMENTS = ["--device=cpu", "--model=tiny"]
 
 
@@ -122,6 +122,22 @@ def test_the_gain_of_chains_is_that_over_as_many_plain_requests(monkeypatch: pyt
     )
     assert depths.gain(two, [one, two]) == 1.5
     assert (best.row, best.column, best.value) == ("best length", "2 requests", chain.value)
+
+
+def test_a_best_length_is_not_among_lengths_that_were_not_all_measured() -> None:
+    found = [
+        speed.Speed(variant, True, 64, rate, 1.0, 1.0, None, None)
+        for variant, rate in zip(depths.CHAINS[:3], (2.0, 3.0, 4.0), strict=True)
+    ]
+    lengths = [each.variant.title for each in found[1:]]
+    assert [cell.row for cell in depths._cells(128, found, 3)] == lengths
+    assert [cell.row for cell in depths._cells(128, found, 2)] == [*lengths, "best length"]
+
+
+@pytest.mark.parametrize("names", [["ceiling: copy"], ["ceiling: product"], ["fixed order product, 1 rows"]])
+def test_limits_of_a_device_that_were_measured_before_the_end_are_kept(names: list[str]) -> None:
+    found = [kernels.Measurement(name, 1.0, 1.0, 1.0) for name in names]
+    assert len(kernels.cells(found, kernels.SMALL)) == sum("ceiling" in name for name in names)
 
 
 def test_the_environment_is_shown() -> None:
@@ -253,6 +269,28 @@ def test_a_part_that_is_ended_keeps_what_it_has_measured_and_is_repeated(
     monkeypatch.setattr(gpu, "_run", lambda name, *_: runs.append(name))
     assert gpu.main(["--parts=check", *arguments]) == 1
     assert runs == ["check"]
+
+
+def test_a_part_that_is_ended_while_it_prints_keeps_what_it_has_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = speed.Speed(speed.VARIANTS[0], True, 2, 1.0, 1.0, 1.0, None, None)
+
+    def interrupted(_: object) -> list[list[str]]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return [["plain"] * len(speed.HEADERS)]
+
+    monkeypatch.setattr(speed, "measure", lambda *_: iter([measured, measured]))
+    monkeypatch.setattr(speed, "table_rows", interrupted)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert part.main(["speed", f"--out={tmp_path}", *TINY_ARGUMENTS]) == 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    found = part.Finding.read(tmp_path / "speed.json")
+    assert found is not None
+    assert not found.is_whole
+    assert len(found.report.cells) == 1
 
 
 def test_the_parts_fit_into_the_time_of_a_lease() -> None:

@@ -70,7 +70,7 @@ def test_ingress_and_router_have_one_event_loop_and_take_large_messages() -> Non
 
 
 def test_ranks_divide_the_compute_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8))
+    monkeypatch.setattr("cluster.engine.executor.num_cores", lambda: 8)
     assert rank_environment(AppConfig(tp_size=2), has_gpu=False)["OMP_NUM_THREADS"] == "3"
     assert rank_environment(AppConfig(tp_size=16), has_gpu=False)["OMP_NUM_THREADS"] == "1"
     assert rank_environment(AppConfig(num_threads=3), has_gpu=False)["OMP_NUM_THREADS"] == "3"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from specray.channel import Channel, ChannelClosedError
+from specray.channel import Channel, ChannelClosedError, spin_seconds
 
 
 @pytest.fixture
@@ -68,3 +68,11 @@ def test_polling_before_it_sleeps_delays_no_frame_and_no_timeout(pair: tuple[soc
     with pytest.raises(TimeoutError):
         right.recv(0.02, 60.0)
     assert time.monotonic() - start < 30.0
+
+
+@pytest.mark.parametrize(("device", "cores", "spins"), [("cuda", 16, True), ("cuda", 4, False), ("cpu", 16, False)])
+def test_only_a_gpu_with_many_cores_lets_processes_poll(
+    device: str, cores: int, spins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specray.channel.num_cores", lambda: cores)
+    assert (spin_seconds(device) > 0) == spins

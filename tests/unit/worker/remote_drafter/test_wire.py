@@ -19,7 +19,6 @@ from specray.worker.remote_drafter.wire import (
     _lists,
     _lists_from_device,
     pack,
-    spin_seconds,
     unpack_order,
     unpack_reply,
 )
@@ -121,11 +120,3 @@ def test_uses_cross_the_socket() -> None:
 def test_malformed_uses_are_no_reply(uses: Any) -> None:
     with pytest.raises(ValueError, match="not a reply"):
         unpack_reply(msgpack.packb(REPLY._replace(uses=uses)))
-
-
-@pytest.mark.parametrize(("device", "cores", "spins"), [("cuda", 16, True), ("cuda", 4, False), ("cpu", 16, False)])
-def test_only_a_gpu_with_many_cores_lets_processes_poll(
-    device: str, cores: int, spins: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
-    assert (spin_seconds(torch.device(device)) > 0) == spins

@@ -1,0 +1,24 @@
+"""How many CPU cores this process may use."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+CGROUPS = Path("/sys/fs/cgroup")  # a container sees its own limits here
+
+
+def num_cores() -> int:
+    """Cores of this process's affinity, but no more than its cgroup's CPU quota allows, rounded down; at least 1."""
+    return max(1, int(min(len(os.sched_getaffinity(0)), *_quotas(), float("inf"))))
+
+
+def _quotas() -> Iterator[float]:
+    """CPU seconds in a second that version 2 or 1 of cgroups allows; none without a limit."""
+    files = [("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")]
+    for names in files:
+        try:
+            quota, period = " ".join((CGROUPS / name).read_text() for name in names).split()
+        except (OSError, ValueError):
+            continue
+        if quota.isdecimal() and int(period) > 0:  # unlimited: `max`, -1
+            yield int(quota) / int(period)
