@@ -7,6 +7,7 @@ text.
 
 import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -28,16 +29,14 @@ MODELS = [pytest.param("qwen3_5"), pytest.param("lfm2"), pytest.param("qwen3_nex
 TIGHT = {"page_size": 4, "max_total_tokens": 96, "chunked_prefill_size": 7, "max_prefill_tokens": 11}
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    write_decoder(request.param, path)
-    return path
+@cache
+def written(name: str, root: Path) -> Path:
+    write_decoder(name, root / name)
+    return root / name
 
 
-@pytest.fixture(scope="module")
-def texts(folder: Path) -> dict[str, list[list[int]]]:
-    """Each request alone, without drafts."""
+@cache
+def plain_texts(folder: Path) -> dict[str, list[list[int]]]:
     with make_llm(folder) as llm:
         return {
             "greedy": [llm.generate([prompt], GREEDY)[0].choices[0].token_ids for prompt in PROMPTS],
@@ -46,6 +45,23 @@ def texts(folder: Path) -> dict[str, list[list[int]]]:
                 for prompt, params in zip(PROMPTS, SAMPLED, strict=True)
             ],
         }
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+# pytest sets these up again for each test that has other parameters, too.
+@pytest.fixture(params=MODELS)
+def folder(request: pytest.FixtureRequest, root: Path) -> Path:
+    return written(request.param, root)
+
+
+@pytest.fixture
+def texts(folder: Path) -> dict[str, list[list[int]]]:
+    """Each request alone, without drafts."""
+    return plain_texts(folder)
 
 
 # qwen3_next has the states of qwen3_5, beside experts.
