@@ -1,7 +1,8 @@
 """The part `placement`: decode steps with the drafter in the rank's process and in one of its own.
 
-`colocated` is a process on the rank's GPU, which the two share by turns unless an MPS server runs; `separate` is one on
-the next GPU. Hidden states cross through page-locked memory of the host, and once more through the GPU's (CUDA IPC).
+`colocated` is a process on the rank's GPU, which the two share by turns unless an MPS daemon runs; `separate` is one on
+the next GPU. Hidden states cross through page-locked memory of the host and trees through a socket; with a daemon that
+CUDA_MPS_PIPE_DIRECTORY names, once more both through the GPU's memory (CUDA IPC).
 Drafts are accepted at a simulated rate, so tokens a step below that rate show drafts that came too late.
 """
 
@@ -65,7 +66,7 @@ def measure(folder: Path, setting: Setting, device: torch.device) -> Iterator[Pl
     head = write_head(folder / "head", size, dtype, device, model.embedding.weight)
     config = config_of(folder, head, device, variant, True, most, setting.prompt, setting.num_steps)
     placements: list[tuple[DraftPlacement, bool]] = [("inline", False), ("colocated", False), ("separate", False)]
-    if device.type == "cuda":
+    if device.type == "cuda" and os.environ.get("CUDA_MPS_PIPE_DIRECTORY"):
         placements.insert(2, ("colocated", True))
     for number, (placement, uses_cuda_ipc) in enumerate(placements):
         if placement == "separate" and torch.cuda.device_count() < 2:

@@ -14,7 +14,7 @@ from ray.exceptions import GetTimeoutError, RayError
 
 from cluster import process_settings
 from cluster.config import AppConfig
-from cluster.engine.mps import IN_USE, MpsDaemon, reason_without_mps
+from cluster.engine.mps import ANOTHER, IN_USE, MpsDaemon, reason_without_mps
 from cluster.engine.placement import (
     PLACEMENT_TIMEOUT_S,
     Bundle,
@@ -67,6 +67,8 @@ class RayExecutor:
         self._mps = MpsDaemon(Path(self._folder.name)) if self.mps == IN_USE else None
         if with_gpus and config.has_draft_actor:
             logger.info("draft.mps: %s is %s", config.draft.mps, self.mps)
+            if config.draft.cuda_ipc and self.mps not in (IN_USE, ANOTHER):
+                logger.warning("draft.cuda_ipc has no effect without MPS")
         self._failure: str | None = None
         self._step_timeout_s = config.server.step_timeout_s
         self._epoch = secrets.randbits(64)
@@ -252,8 +254,9 @@ class RayExecutor:
         return init_method
 
     def _endpoint(self, config: AppConfig) -> DraftEndpoint:
-        draft = config.draft
-        return DraftEndpoint(f"{self._folder.name}/drafts", self._epoch, config.draft_placement, draft.cuda_ipc)
+        # Without MPS, a target that waits for trees on the GPU would hold it while the drafter needs it.
+        shares_memory = config.draft.cuda_ipc and self.mps in (IN_USE, ANOTHER)
+        return DraftEndpoint(f"{self._folder.name}/drafts", self._epoch, config.draft_placement, shares_memory)
 
     def _add_drafter(self, config: AppConfig, supervisor: DrafterSupervisor, spans_nodes: bool) -> None:
         """Start the drafter."""

@@ -19,6 +19,7 @@ from cluster.liveness.actors import MPS_FOLDER, NVIDIA_SMI, Process
 CONTROL = "nvidia-cuda-mps-control"
 LOG_FOLDER = "CUDA_MPS_LOG_DIRECTORY"
 IN_USE = "on"
+ANOTHER = f"{MPS_FOLDER} is set: its daemon is used"
 START_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 2.0  # of a command; a drafter that is to be killed waits for two of them
 END_TIMEOUT_S = 10  # for the daemon and its server; the server has half of it for processes that still run
@@ -53,7 +54,7 @@ def reason_without_mps(config: AppConfig, environment: Mapping[str, str]) -> str
     if config.placement.across_nodes:
         return "placement.across_nodes: a daemon serves one node"
     if environment.get(MPS_FOLDER):
-        return f"{MPS_FOLDER} is set: its daemon is used"
+        return ANOTHER
     missing = [program for program in (CONTROL, NVIDIA_SMI) if shutil.which(program) is None]
     return f"{' and '.join(missing)} not found on this node" if missing else ""
 

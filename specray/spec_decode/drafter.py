@@ -166,6 +166,10 @@ class DraftSource(Protocol):
         """Whether `submit` reads its context. If not, it gets an empty one."""
 
     @property
+    def waits_on_device(self) -> bool:
+        """Whether the device waits for the trees of a drafter in another process, so that the host need not."""
+
+    @property
     def seconds(self) -> float:
         """Time spent on the drafts that were collected last."""
 

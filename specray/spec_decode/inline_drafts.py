@@ -19,6 +19,7 @@ class InlineDrafts:
     """DraftSource in the target's process and thread."""
 
     reads_context = True
+    waits_on_device = False
 
     def __init__(self, drafter: Drafter, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self.drafter = drafter

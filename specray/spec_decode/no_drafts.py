@@ -15,6 +15,7 @@ class NoDrafts:
     """DraftSource without a drafter. On ranks above 0, the sizes are those of rank 0's drafter."""
 
     reads_context = False
+    waits_on_device = False
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
         self._parents = torch.full((num_slots, 1), NONE, dtype=torch.int64, device=device)

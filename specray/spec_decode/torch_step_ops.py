@@ -9,6 +9,7 @@ from torch import Tensor
 from specray.ops.attention import PaddedBatch, pack_paths
 from specray.ops.device_ops import ops_on
 from specray.ops.noise import noise_keys
+from specray.ops.polling_torch import await_number
 from specray.ops.sampling_state import SamplingBatch
 from specray.ops.shard_sampling import choose_in_shard
 from specray.ops.step_tensors import (
@@ -116,6 +117,21 @@ class TorchStepOps:
     def trees(self) -> TreeOps:
         """The operations on trees that wait."""
         return TorchTrees()
+
+    def release_trees(self, flag: Tensor, number: int) -> None:
+        """Set `flag` int64 [1], in memory that two processes share, behind all that was written before."""
+        flag.fill_(number)
+
+    def await_trees(
+        self, flag: Tensor, num_nodes: Tensor, most_nodes: int, number: int, timeout_s: float
+    ) -> tuple[Tensor, Tensor]:
+        """(`num_nodes` int64 [B] once `flag` is `number`, int64 [1] whether that was in time); the device waits.
+
+        Numbers are NONE if it was not, or if they exceed `most_nodes`.
+        """
+        is_there = await_number(flag, number, timeout_s)
+        in_time = torch.tensor([int(is_there)], device=flag.device)
+        return torch.where((num_nodes <= most_nodes) & (in_time > 0), num_nodes, NONE), in_time
 
     def verify(self, inputs: VerifyInput) -> VerifyOutput:
         """Verify trees of requests whose tokens do not depend on the path, with coupled sampling."""

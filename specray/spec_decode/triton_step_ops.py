@@ -29,6 +29,14 @@ class TritonStepOps(TorchStepOps):
     def trees(self) -> TreeOps:
         return steps.TritonTreeOps()
 
+    def release_trees(self, flag: Tensor, number: int) -> None:
+        steps.release(flag, number)
+
+    def await_trees(
+        self, flag: Tensor, num_nodes: Tensor, most_nodes: int, number: int, timeout_s: float
+    ) -> tuple[Tensor, Tensor]:
+        return steps.await_released(flag, num_nodes, most_nodes, number, timeout_s)
+
     def verify(self, inputs: VerifyInput) -> VerifyOutput:
         return self.accept(inputs.tree, self.choose(inputs))
 

@@ -57,6 +57,11 @@ class DecodeGraphs:
         self._max_nodes, self._layers = 0, tuple[int, ...]()  # that graphs were captured for
         self._buckets: list[Bucket] = []
 
+    @property
+    def waits_on_device(self) -> bool:
+        """See DraftSource."""
+        return self._drafts.waits_on_device
+
     def fit_drafter(self) -> None:
         """Capture all graphs, unless those that there are fit the trees and hidden states of the drafter.
 

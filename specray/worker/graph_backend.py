@@ -54,8 +54,8 @@ class GraphBackend:
 
     @property
     def knows_tree_sizes(self) -> bool:
-        """True if a graph made the last trees: they have as many nodes as limits allow, or fewer."""
-        return self._graphs.were_drafts_taken
+        """True if a graph made the last trees, with as many nodes as limits allow, or the device waits for them."""
+        return self._graphs.were_drafts_taken or self._graphs.waits_on_device
 
     def begin(self, batch: StepBatch, wants: StepWants) -> Pass:
         states = [state.sampling for state in batch.rows.states]

@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
@@ -29,6 +29,7 @@ from specray.worker.remote_drafter.wire import DraftReply
 from tests.support.colocated import EPOCH, Colocated, Recorded, worker_of
 from tests.support.decoders import write_decoder
 from tests.support.engine import make_llm, visible
+from tests.support.fake_ipc import fake_ipc
 from tests.support.methods import KINDS, METHODS, Make
 
 PREFIX = [0, 9, 8, 7, 6, 5, 4, 30, 31, 32, 9, 8, 7, 6, 5, 4]
@@ -48,6 +49,13 @@ TIMEOUTS = {"LEAST_WAIT_S": 60.0, "FIRST_WAIT_S": 60.0, "FROZEN_S": 60.0}  # lon
 @pytest.fixture(autouse=True)
 def long_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     set_timeouts(monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def shared_memory() -> Iterator[None]:
+    """In place of a GPU's, for drafters with `uses_cuda_ipc`: see `device_trees`."""
+    with fake_ipc():
+        yield
 
 
 def run(llm: LLM) -> list[Completion]:
@@ -72,12 +80,13 @@ def recorded(llm: LLM) -> Recorded:
 
 
 # Other shapes of trees cross the channel alike, however their prompts were read.
-CASES = [(method, options) for method in METHODS for options in (RUNS if method in KINDS else ["chunks"])]
+CASES = [(method, options, False) for method in METHODS for options in (RUNS if method in KINDS else ["chunks"])]
+CASES += [(method, "preemption", True) for method in KINDS]
 
 
-@pytest.mark.parametrize(("method", "options"), CASES)
+@pytest.mark.parametrize(("method", "options", "uses_cuda_ipc"), CASES)
 def test_trees_equal_those_of_the_inline_drafter(
-    method: str, options: str, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, options: str, uses_cuda_ipc: bool, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Which of several drafters a request gets must not depend on measured times here.
     monkeypatch.setattr(DrafterSelector, "record_step", lambda *_: None)
@@ -87,7 +96,7 @@ def test_trees_equal_those_of_the_inline_drafter(
         inline = recorded(llm)
         expected = run(llm)
     with make_llm(toy, speculative=speculative, **RUNS[options]) as llm:
-        colocated = Colocated(llm, tmp_path)
+        colocated = Colocated(llm, tmp_path, uses_cuda_ipc)
         colocated.start()
         record = recorded(llm)
         choices = run(llm)
@@ -148,9 +157,9 @@ def test_steps_that_commit_more_than_the_ring_holds_are_missed_by_the_drafter_al
         colocated.close()
 
 
-@pytest.mark.parametrize("options", RUNS)
+@pytest.mark.parametrize(("options", "uses_cuda_ipc"), [*((options, False) for options in RUNS), ("preemption", True)])
 def test_replacing_the_drafter_between_steps_does_not_change_the_output(
-    options: str, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    options: str, uses_cuda_ipc: bool, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other layers, larger trees, another use of the prefix cache or no drafter, while requests run."""
     with make_llm(toy, **RUNS[options]) as llm:
@@ -158,7 +167,7 @@ def test_replacing_the_drafter_between_steps_does_not_change_the_output(
     names = ["NGRAM-short", "EAGLE3", None, "EAGLE-map", "NGRAM", None, "EAGLE3-wide"]
     made = {name: METHODS[name](toy, tmp_path / name) for name in names if name}
     with make_llm(toy, speculative=made["EAGLE3-wide"], **RUNS[options]) as llm:
-        colocated = Colocated(llm, tmp_path)
+        colocated = Colocated(llm, tmp_path, uses_cuda_ipc)
         worker, sizes = worker_of(llm), set()
         begin, steps = worker.begin, count()
 
@@ -315,3 +324,65 @@ def test_a_late_drafter_is_used_again(toy: Path, tmp_path: Path, monkeypatch: py
             llm.generate(PROMPTS[:1], SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True))
         colocated.close()
         assert faults_of(llm) == {"late": 1}
+
+
+# In memory that both share: the drafter that breaks, and what the target notices.
+IN_MEMORY = {
+    "dead": {"gone"},  # the device may have begun to wait before
+    "own-fault": {"nan"},
+    "late": {"late"},
+    "frozen": {"frozen"},
+}
+
+
+@pytest.mark.parametrize("name", IN_MEMORY)
+def test_a_drafter_that_breaks_beside_its_memory_does_not_change_the_output(
+    name: str, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault = FAULTS[name]
+    with make_llm(toy, page_size=4) as llm:
+        expected = [visible(choice) for choice in run(llm)]
+    with make_llm(toy, speculative=METHODS["NGRAM"](toy, tmp_path), page_size=4) as llm:
+        colocated = Colocated(llm, tmp_path, uses_cuda_ipc=True)
+        short = {"LEAST_WAIT_S": 0.02} | SHORT_TIMEOUTS.get(fault.kind, {})
+        drafter = BrokenDrafter(fault, lambda: set_timeouts(monkeypatch, short))
+        colocated.start(drafter)
+        with colocated.each_fault(lambda: set_timeouts(monkeypatch), drafter.noticed.set):
+            assert [visible(choice) for choice in run(llm)] == expected
+        faults = faults_of(llm)
+        colocated.start()  # replaced by one that works
+        before = llm.engine.stats.values["specray_spec_decode_num_draft_tokens_total"]
+        assert [visible(choice) for choice in run(llm)] == expected
+        assert llm.engine.stats.values["specray_spec_decode_num_draft_tokens_total"] > before + 10
+        assert faults_of(llm) == faults
+        colocated.close()
+    assert faults.keys() - {"late"} or fault.kind == "late"
+    assert faults.keys() >= IN_MEMORY[name]
+
+
+class LyingDrafter(BrokenDrafter):
+    """Its trees are none, or those of another request."""
+
+    lies = (([99, 3, 4], [NONE, 0, 1]), ([None, 3, 64], [NONE, 0, 1]), ([None, 3, 4], [NONE, 2, 0]))
+
+    def propose(self, context: ProposeContext) -> DraftTree:
+        tree = super().propose(context)
+        for row, root in enumerate(context.roots().tolist()):
+            tokens, parents = self.lies[(self._num_proposals + row) % len(self.lies)]
+            tree.tokens[row] = torch.tensor([root if token is None else token for token in tokens])
+            tree.parents[row] = torch.tensor(parents)
+        return tree
+
+
+def test_lies_in_memory_are_not_verified(toy: Path, tmp_path: Path) -> None:
+    with make_llm(toy, page_size=4) as llm:
+        expected = [visible(choice) for choice in run(llm)]
+    with make_llm(toy, speculative=METHODS["NGRAM"](toy, tmp_path), page_size=4) as llm:
+        colocated = Colocated(llm, tmp_path, uses_cuda_ipc=True)
+        drafter = LyingDrafter(Fault("lies"), lambda: None)
+        colocated.start(drafter)
+        assert [visible(choice) for choice in run(llm)] == expected
+        assert drafter._num_proposals > 10
+        assert llm.engine.stats.values["specray_spec_decode_num_draft_tokens_total"] == 0
+        assert faults_of(llm) == {}
+        colocated.close()

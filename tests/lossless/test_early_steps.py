@@ -26,6 +26,7 @@ from specray.worker.warm_up import warm_up
 from specray.worker.worker import Worker
 from tests.support.colocated import colocated_worker
 from tests.support.engine import generate, make_llm
+from tests.support.fake_ipc import fake_ipc
 from tests.support.graph_stand_in import recorded_graphs
 from tests.support.host_events import host_events, launches_in
 from tests.support.methods import METHODS
@@ -173,10 +174,11 @@ def ready(connection: socket.socket) -> bool:
     return Channel(connection, EPOCH).poll(0.0)
 
 
+@pytest.mark.parametrize("uses_cuda_ipc", [False, True], ids=["socket", "memory"])
 def test_the_host_reads_nothing_between_an_outcome_and_the_next_launch_with_a_drafter_in_another_process(
-    toy: Path, tmp_path: Path, begun: Counter[tuple[bool, bool]]
+    uses_cuda_ipc: bool, toy: Path, tmp_path: Path, begun: Counter[tuple[bool, bool]]
 ) -> None:
-    """It drafts after the outcome, whose tokens it is sent. Its trees are known to the host."""
+    """It drafts after the outcome, whose tokens it is sent. Its trees are known to the host, or the device waits."""
     config = EngineConfig(
         model=str(toy),
         dtype="float32",
@@ -188,7 +190,7 @@ def test_the_host_reads_nothing_between_an_outcome_and_the_next_launch_with_a_dr
     )
     params = SamplingParams(temperature=0.0, seed=0, max_tokens=30, ignore_eos=True)
     [plain] = generate(toy, [[5, 6, 7]], params, disable_cuda_graph=True)
-    with colocated_worker(config, tmp_path) as worker:
+    with fake_ipc(), colocated_worker(config, tmp_path, uses_cuda_ipc) as worker:
         begun.clear()
         executor = StepLoop(worker)
         worker.capacity = worker.capacity._replace(max_draft_tokens=worker.drafts.max_draft_tokens)

@@ -28,9 +28,9 @@ def worker_of(llm: LLM) -> Worker:
 
 
 @contextlib.contextmanager
-def colocated_worker(config: EngineConfig, folder: Path) -> Iterator[Worker]:
+def colocated_worker(config: EngineConfig, folder: Path, uses_cuda_ipc: bool = False) -> Iterator[Worker]:
     """A worker that is ready, whose drafter is connected and drafts in a thread."""
-    endpoint = DraftEndpoint(str(folder / "drafts"), EPOCH)
+    endpoint = DraftEndpoint(str(folder / "drafts"), EPOCH, uses_cuda_ipc=uses_cuda_ipc)
     worker = start_worker(config, colocate=endpoint)
     assert isinstance(worker.drafts, RemoteDrafts)
     server = make_draft_server(config, remote_target_view(config), worker.capacity.num_blocks * config.page_size)

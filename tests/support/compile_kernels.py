@@ -199,6 +199,10 @@ def cases_of_verification() -> Iterator[Case]:
 
 def cases_of_steps() -> Iterator[Case]:
     yield Case(step_kernels.gather_cells, {"BLOCK": 128})
+    types = dict.fromkeys(("found", "in_time", "flag"), "*i64")
+    types |= dict.fromkeys(("number", "microseconds", "num_trees", "stride", "most"), "i32")
+    yield Case(tree_kernels.release_trees, {}, num_warps=1, types=types)
+    yield Case(tree_kernels.await_trees, {"BLOCK": 128}, num_warps=1, types=types)
     for nodes in (1, 8, 128):
         for kernel in (step_kernels.build_trees, step_kernels.commit_tokens, step_kernels.build_extend):
             yield Case(kernel, {"WIDTH": nodes, "PADDED": nodes}, num_warps=1)

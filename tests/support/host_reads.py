@@ -19,9 +19,9 @@ from specray.models.transformers_rows import reads_on_host
 
 PACKAGE = f"{Path(specray.__file__).parent}/"  # in whatever folder it has been cloned into
 
-# What runs on a CPU only, where reading is free: torch's attention looks for contiguous KV there, and the CPU kernels
-# get numbers.
-CPU_ONLY = ("ops/attention_torch.py", "ops/cpu/")
+# What runs on a CPU only, where reading is free: torch's attention looks for contiguous KV there, the CPU kernels get
+# numbers, and the host polls where a GPU does.
+CPU_ONLY = ("ops/attention_torch.py", "ops/cpu/", "ops/polling_torch.py")
 
 
 class HostReads(TorchDispatchMode):

@@ -17,6 +17,7 @@ from specray.ops.gpu.step_kernels import (
     put_trees,
     take_trees,
 )
+from specray.ops.gpu.tree_kernels import await_trees, release_trees
 from specray.ops.step_tensors import RequestBuffer, TreesWanted, TreeTensors
 
 _BLOCK = 128  # cells of a program
@@ -212,6 +213,33 @@ class TritonTreeOps:
                 PADDED=triton.next_power_of_2(width),
                 num_warps=1,
             )
+
+
+def release(flag: Tensor, number: int) -> None:
+    """See TorchStepOps.release_trees."""
+    release_trees[(1,)](flag, number, num_warps=1)
+
+
+def await_released(
+    flag: Tensor, num_nodes: Tensor, most_nodes: int, number: int, timeout_s: float
+) -> tuple[Tensor, Tensor]:
+    """See TorchStepOps.await_trees."""
+    count = len(num_nodes)
+    found, in_time = num_nodes.new_empty(count), num_nodes.new_empty(1)
+    await_trees[(1,)](
+        found,
+        in_time,
+        flag,
+        num_nodes,
+        number,
+        int(timeout_s * 1e6),
+        count,
+        num_nodes.stride(0),
+        most_nodes,
+        BLOCK=_BLOCK,
+        num_warps=1,
+    )
+    return found, in_time
 
 
 def _columns(number: int, count: int, device: torch.device) -> tuple[Tensor, ...]:

@@ -1,7 +1,10 @@
-"""The walk of draft trees and the compaction of accepted KV with Triton, without a read by the host."""
+"""Draft trees with Triton, without a read by the host: their walk, the compaction of accepted KV, and waiting for trees
+of another process.
+"""
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import globaltimer
 
 
 @triton.jit
@@ -72,3 +75,41 @@ def compact_path(
             target = tl.load(kv_slots + tree * slots_width + depth)
             moved = tl.load(values + source * SIZE, mask=column < SIZE)
             tl.store(values + target * SIZE, moved, mask=column < SIZE)
+
+
+@triton.jit(do_not_specialize=["number"])
+def release_trees(flag, number):  # int64 [1]
+    """Set the flag, behind everything that the stream has written."""
+    tl.atomic_xchg(flag, number, sem="release", scope="sys")
+
+
+@triton.jit(do_not_specialize=["number", "microseconds", "num_trees"])
+def await_trees(
+    found,  # int64 [B]: numbers of nodes, -1 if there are no trees
+    in_time,  # int64 [1]
+    flag,  # int64 [1], which another process sets to `number` when its trees are there
+    num_nodes,  # int64 [B], `stride` apart
+    number,
+    microseconds,  # to wait for them
+    num_trees,
+    stride,
+    most,  # nodes of a tree
+    BLOCK: tl.constexpr,
+):
+    """One warp polls the flag. That ends by the GPU's clock, whatever the other process does."""
+    until = _now() + microseconds.to(tl.int64) * 1000
+    seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+    while (seen != number) & (_now() < until):
+        seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+    are_there = seen == number
+    for first in range(0, num_trees, BLOCK):
+        tree = first + tl.arange(0, BLOCK)
+        count = tl.load(num_nodes + tree * stride, mask=are_there & (tree < num_trees), other=-1)
+        tl.store(found + tree, tl.where(count <= most, count, -1), mask=tree < num_trees)
+    tl.store(in_time, are_there.to(tl.int64))
+
+
+@triton.jit
+def _now():
+    """The GPU's clock in nanoseconds, the same in all lanes of a warp, which must leave a loop together."""
+    return tl.max(globaltimer() + tl.zeros([32], tl.int64), 0)

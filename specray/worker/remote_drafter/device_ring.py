@@ -1,11 +1,11 @@
 """The ring of hidden states in the memory of a GPU that a target rank and its drafter share, by CUDA IPC.
 
 The target copies on its stream and records an event; the drafter's stream waits for the event, so neither process waits
-for the other on the host. A region is free again when the drafter has replied, and it replies with trees that were made
-from it. Trees do not come back this way: the target's stream would wait for the drafter's, for ever if that hangs,
-while the host may stop waiting for a reply.
+for the other on the host. A region is free again when the drafter has replied, and it replies when it has drafted from
+it. Trees come back in `device_trees`.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgpack
@@ -38,22 +38,14 @@ class DeviceRing:
 
     def export(self) -> bytes:
         """What the other process opens the ring with. RuntimeError if the memory cannot be shared."""
-        _, arguments = reduce_tensor(self._whole)  # type: ignore[no-untyped-call]
-        _, *memory = arguments[_NUM_KNOWN:]
-        del memory[_PLACE_OF_GRAD - 1]
-        data: bytes = msgpack.packb((memory, [event.ipc_handle() for event in self._events]))
+        data: bytes = msgpack.packb((shared(self._whole), [event.ipc_handle() for event in self._events]))
         return data
 
     @classmethod
     def open(cls, data: bytes, tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> "DeviceRing":
         """The drafter's end, on the same GPU."""
         memory, handles = msgpack.unpackb(data)
-        handle, size, offset, *counter_and_event = memory
-        shape, index = (NUM_REGIONS, tokens, width), device.index or 0
-        strides = (tokens * width, width, 1)
-        known = (Tensor, shape, strides, 0, torch.UntypedStorage, dtype, index, handle, size, offset, False)
-        with torch.inference_mode(False):
-            regions = rebuild_cuda_tensor(*known, *counter_and_event)  # type: ignore[no-untyped-call]
+        regions = opened(memory, (NUM_REGIONS, tokens, width), dtype, device)
         open_event: Any = torch.cuda.Event.from_ipc_handle
         return cls(regions, [open_event(device, event) for event in handles])
 
@@ -77,3 +69,21 @@ class DeviceRing:
     def close(self) -> None:
         """Let go of the memory."""
         self.regions, self._whole = [], torch.empty(0)
+
+
+def shared(memory: Tensor) -> list[Any]:
+    """What another process opens a contiguous tensor of this GPU with. RuntimeError if it cannot be shared."""
+    _, arguments = reduce_tensor(memory)  # type: ignore[no-untyped-call]
+    parts: list[Any] = list(arguments[_NUM_KNOWN + 1 :])  # after the device
+    del parts[_PLACE_OF_GRAD - 1]
+    return parts
+
+
+def opened(parts: Sequence[Any], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The memory of `shared`, on the same GPU."""
+    handle, size, offset, *counter_and_event = parts
+    strides = torch.empty(shape, device="meta").stride()
+    known = (Tensor, shape, strides, 0, torch.UntypedStorage, dtype, device.index or 0, handle, size, offset, False)
+    with torch.inference_mode(False):
+        memory: Tensor = rebuild_cuda_tensor(*known, *counter_and_event)  # type: ignore[no-untyped-call]
+    return memory

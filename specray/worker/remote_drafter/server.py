@@ -38,6 +38,7 @@ from specray.spec_decode.verifier import is_padded, make_sampler
 from specray.worker.draft_graphs import DraftGraphs, graphs_of_members
 from specray.worker.loading import choose_device
 from specray.worker.remote_drafter.device_ring import DeviceRing
+from specray.worker.remote_drafter.device_trees import DeviceTrees
 from specray.worker.remote_drafter.handshake import REFUSED, DrafterHandshake, pack_handshake
 from specray.worker.remote_drafter.ring import HiddenStateRing
 from specray.worker.remote_drafter.wire import (
@@ -95,7 +96,7 @@ class DraftServer:
             channel = Channel(connection, epoch)
             channel.send(pack_handshake(self.handshake))
             on_connect()
-            ring, target = self._receive_handshake(connection, channel)
+            ring, trees, target = self._receive_handshake(connection, channel)
             on_accept()
             decoder = DeltaDecoder(target, self._device, self._table)
             self._group.broadcast_bytes(pack(target))
@@ -107,7 +108,7 @@ class DraftServer:
                     region = ring.read(order.region)
                     if self._group.size > 1:
                         region = self._pass_on(data, region[: order.num_tokens])
-                    channel.send(pack(self._reply(order, region, decoder)))
+                    channel.send(pack(self._reply(order, region, decoder, trees)))
 
     def follow(self) -> None:
         """Draft along with the first drafter of the group, until that one ends."""
@@ -132,10 +133,15 @@ class DraftServer:
     def warm_up(self, config: EngineConfig, target: TargetHandshake, sizes: WarmUpSizes) -> None:
         """Compile all kernels, before it connects to a target with these tables; see `warm_up`."""
         zeros = torch.zeros(target.region_tokens, target.width, dtype=torch_dtype(target.dtype), device=self._device)
-        decoder = DeltaDecoder(target, self._device, self._table)
-        warm_up_drafter(lambda order: self._reply(order, zeros, decoder), config, sizes)
+        decoder, trees = DeltaDecoder(target, self._device, self._table), None
+        if self._device.type == "cuda":
+            trees = DeviceTrees.make(target.num_slots, 1 + self._drafter.max_draft_tokens, self._device)
+        warm_up_drafter(lambda order: self._reply(order, zeros, decoder, trees), config, sizes)
 
-    def _reply(self, order: Order, region: Tensor, decoder: DeltaDecoder) -> DraftReply:
+    def _reply(
+        self, order: Order, region: Tensor, decoder: DeltaDecoder, trees: DeviceTrees | None = None
+    ) -> DraftReply:
+        """Draft; the trees go to `trees`, for which the target's device waits, or into the reply."""
         start = time.perf_counter()
         self._drafter.release(order.freed_slots)
         context = decoder.context(order, region)
@@ -144,18 +150,24 @@ class DraftServer:
         try:
             tree = limited(self._drafter.propose(context), context.draft_limits)
         except DraftFaultError as fault:
+            if trees is not None:
+                trees.put(order.region, order.number, None)
             return DraftReply.failed(order.number, time.perf_counter() - start, fault.kind)
+        if trees is not None:
+            trees.put(order.region, order.number, tree)
         has_others = self._composite is not None and len(self._composite.members) > 1
         roots = context.roots if has_others else None  # one that is broken must not end the others
         reply = DraftReply.of(order.number, 0.0, tree, roots)  # waits for the device
         if not order.requests:  # no tree was waited for, and the target may write the region again after the reply
             wait_for(self._device)
+        if trees is not None:
+            reply = reply._replace(trees=[], scores=[])
         uses = [] if self._composite is None else list(self._composite.take_uses())
         return reply._replace(seconds=time.perf_counter() - start, uses=uses)
 
     def _receive_handshake(
         self, connection: socket.socket, channel: Channel
-    ) -> tuple[HiddenStateRing | DeviceRing, TargetHandshake]:
+    ) -> tuple[HiddenStateRing | DeviceRing, DeviceTrees | None, TargetHandshake]:
         connection.settimeout(None)
         try:
             answer, fds, _, _ = socket.recv_fds(connection, 1, 1)
@@ -170,9 +182,12 @@ class DraftServer:
             dtype = torch_dtype(target.dtype)
             size = (target.region_tokens, target.width, dtype, self._device)
             ring = DeviceRing.open(target.device_ring, *size) if target.device_ring else HiddenStateRing(fds[0], *size)
+            trees, most_nodes = None, 1 + self._drafter.max_draft_tokens
+            if target.device_trees:
+                trees = DeviceTrees.open(target.device_trees, target.num_slots, most_nodes, self._device)
         finally:
             os.close(fds[0])
-        return ring, target
+        return ring, trees, target
 
 
 def make_draft_server(config: EngineConfig, target: TargetView, num_slots: int) -> DraftServer:

@@ -11,20 +11,25 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import count
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from specray.channel import Channel, ChannelClosedError, spin_seconds
 from specray.errors import ConfigError, EngineDeadError
+from specray.ops.host_copy import HostCopy
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import DraftFaultError, TreeRows, UnsizedTrees
+from specray.spec_decode.pending_trees import PendingTrees, TakenTrees
 from specray.spec_decode.propose_context import ProposeContext
 from specray.spec_decode.request_table import RequestTable
 from specray.step import TOLERATED_FAULTS, DrafterUse, DraftFault, DraftLimit
 from specray.worker.remote_drafter.device_ring import DeviceRing
+from specray.worker.remote_drafter.device_trees import DeviceMemory
 from specray.worker.remote_drafter.handshake import (
     ACCEPTED,
     NO_DRAFTER,
@@ -70,12 +75,15 @@ class RemoteDrafts:
     reads_context = True
 
     def __init__(self, endpoint: DraftEndpoint, limits: RingLimits, table: RequestTable) -> None:
-        self._epoch, self._uses_ipc = endpoint.epoch, endpoint.uses_cuda_ipc
+        self._epoch = endpoint.epoch
         self._limits = limits
         self._table = table
-        self._pending = ReceivedTrees(table.device)
+        self._forget_trees()
         self._peer: _Peer | None = None
-        self._rings: dict[tuple[int, int], DeviceRing] = {}
+        self._numbers = count(1)  # of the orders of all drafters
+        self._memory: DeviceMemory | None = None  # None: everything crosses the host's memory and the socket
+        if endpoint.uses_cuda_ipc:
+            self._memory = DeviceMemory(table.num_slots, limits.dtype, table.device)
         self._is_new = False
         self._faults: list[DraftFault] = []
         self._server = listen(endpoint.address)
@@ -93,6 +101,10 @@ class RemoteDrafts:
         return self._peer is not None and self._peer.handshake.reads_next_token
 
     @property
+    def waits_on_device(self) -> bool:
+        return self._memory is not None
+
+    @property
     def scores(self) -> list[list[float]]:
         return self._pending.scores
 
@@ -105,8 +117,16 @@ class RemoteDrafts:
             with self._recorded_faults():
                 self._peer.submit(context)
 
-    def take_unsized(self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]) -> None:
-        """Trees are taken as a whole."""
+    def take_unsized(self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]) -> UnsizedTrees | None:
+        self._admit()
+        if (peer := self._peer) is None or peer.trees is None:
+            return None
+        in_time = None
+        with self._recorded_faults():
+            self._note_broken(peer.collect(None))
+            in_time = peer.await_trees(self._on_device)
+        taken = self._on_device.take(slots, roots, draft_limits)
+        return UnsizedTrees(taken.tree, taken.most_nodes, partial(self._read, taken, peer, in_time))
 
     def take_next(
         self,
@@ -118,15 +138,16 @@ class RemoteDrafts:
         raise AssertionError("no graph of the target drafts")
 
     def collect(self, rows: TreeRows, draft_limits: Sequence[DraftLimit]) -> tuple[DraftTree, list[int]]:
-        self._admit()
+        if (unsized := self.take_unsized(rows.slots, rows.roots, draft_limits)) is not None:
+            return unsized.wait_for_sizes()
         if self._peer is not None:
             with self._recorded_faults():
-                if self._peer.collect(self._pending):
-                    self._faults.append(DraftFault.MEMBER_NOT_A_NUMBER)
+                self._note_broken(self._peer.collect(self._pending))
         return self._pending.take(rows, draft_limits)
 
     def release(self, slots: Sequence[int]) -> None:
         self._pending.drop(slots)
+        self._on_device.drop(slots)
         if self._peer is not None:
             self._peer.release(slots)
 
@@ -163,7 +184,7 @@ class RemoteDrafts:
         channel = Channel(connection, self._epoch)
         try:
             handshake = unpack_handshake(channel.recv(HANDSHAKE_S), self._limits.num_layers)
-            parts = (connection, channel, handshake, self._limits, self._table, self._device_ring)
+            parts = (connection, channel, handshake, self._limits, self._table, self._numbers, self._memory)
             peer = None if handshake == NO_DRAFTER else _Peer(*parts)
         except (OSError, ValueError, RuntimeError) as error:  # a closed channel and a timeout are OSErrors
             logger.warning("refused a drafter: %s", error)
@@ -176,17 +197,20 @@ class RemoteDrafts:
             channel.close()
         return None
 
-    def _device_ring(self, tokens: int, width: int) -> DeviceRing | None:
-        """The ring in this GPU's memory for regions of [tokens, width]; None if hidden states cross the host's memory.
+    def _read(self, taken: TakenTrees, peer: "_Peer", in_time: HostCopy | None) -> tuple[DraftTree, list[int]]:
+        """The second half of `take_unsized`."""
+        tree, num_nodes, _ = self._on_device.read(taken)  # logits that are not finite are a fault of the reply
+        if in_time is not None and peer is self._peer:
+            with self._recorded_faults():
+                peer.is_late = not in_time.wait().tolist()[0]
+                if peer.is_late:
+                    peer.report_late()
+        return tree, num_nodes
 
-        It lasts as long as this rank: memory that a process has opened and not let go of, because it was killed, is
-        never freed.
-        """
-        if not (self._uses_ipc and width and self._table.device.type == "cuda"):
-            return None
-        if (tokens, width) not in self._rings:
-            self._rings[tokens, width] = DeviceRing.make(tokens, width, self._limits.dtype, self._table.device)
-        return self._rings[tokens, width]
+    def _note_broken(self, is_broken: bool) -> None:
+        """One of several drafters is broken."""
+        if is_broken:
+            self._faults.append(DraftFault.MEMBER_NOT_A_NUMBER)
 
     @contextlib.contextmanager
     def _recorded_faults(self) -> Iterator[None]:
@@ -207,7 +231,12 @@ class RemoteDrafts:
         if self._peer is not None:
             self._peer.close()
             self._peer = None
-            self._pending = ReceivedTrees(self._table.device)
+            self._forget_trees()
+
+    def _forget_trees(self) -> None:
+        table = self._table
+        self._pending = ReceivedTrees(table.device)
+        self._on_device = PendingTrees(table.num_slots, table.vocab_size, table.device)
 
 
 def _refuse(connection: socket.socket, channel: Channel, reason: str) -> None:
@@ -238,8 +267,10 @@ class _Peer:
         handshake: DrafterHandshake,
         limits: RingLimits,
         table: RequestTable,
-        device_ring_of: Callable[[int, int], DeviceRing | None],
+        numbers: Iterator[int],
+        memory: DeviceMemory | None,
     ) -> None:
+        """`numbers` are those of its orders."""
         self._table = table
         self._channel = channel
         self.handshake = handshake
@@ -250,25 +281,31 @@ class _Peer:
         fd = open_file(tokens, width, limits.dtype)
         try:
             socket.send_fds(connection, [ACCEPTED], [fd])
-            shared = device_ring_of(tokens, width)
+            shared = memory.ring(tokens, width) if memory is not None else None
             device_ring = b"" if shared is None else shared.export()
             self._ring: HiddenStateRing | DeviceRing = shared or HiddenStateRing(
                 fd, tokens, width, limits.dtype, table.device
             )
+            self.trees = memory.trees(1 + handshake.max_draft_tokens) if memory is not None else None
+            device_trees = b"" if self.trees is None else self.trees.export()
         finally:
             os.close(fd)
         sizes = table.num_slots, table.max_tokens, table.page_size, table.vocab_size
-        reply = TargetHandshake(tokens, width, str(limits.dtype).removeprefix("torch."), *sizes, device_ring)
+        reply = TargetHandshake(
+            tokens, width, str(limits.dtype).removeprefix("torch."), *sizes, device_ring, device_trees
+        )
         self._channel.send(pack(reply), SEND_S)
         self._spin_s = spin_seconds(table.device.type)
         self._encoder = DeltaEncoder()
         self._free = deque(range(NUM_REGIONS))
         self._unanswered: deque[_Sent] = deque()
+        self._awaited: _Sent | None = None  # the order whose trees the device will wait for
         self._recent: deque[float] = deque(maxlen=32)  # seconds of the last replies
-        self._number = 0
-        self._is_late = False
+        self._numbers = numbers
+        self.is_late = False  # the trees of the last order
 
     def submit(self, context: ProposeContext) -> None:
+        self._awaited = None
         self._check_frozen()
         states, room = context.aux_hidden_states, self._ring.num_tokens
         # Too far behind, or paths that are longer than this drafter's; DraftRequest.start shows it what it has missed.
@@ -278,40 +315,60 @@ class _Peer:
         region = self._free.popleft()
         if states is not None:
             self._ring.write(region, states)
-        self._number += 1
-        order = self._encoder.order(self._number, region, context)
+        order = self._encoder.order(next(self._numbers), region, context)
         slots = [request.slot for request in context.requests]
         data = pack(order)
         if states is not None:
             self._ring.wait()
-        self._unanswered.append(_Sent(self._number, region, slots, set(), time.monotonic()))
+        self._awaited = _Sent(order.number, region, slots, set(), time.monotonic())
+        self._unanswered.append(self._awaited)
         self._channel.send(data, SEND_S)
 
-    def collect(self, pending: ReceivedTrees) -> bool:
+    def collect(self, pending: ReceivedTrees | None) -> bool:
         """Put the last order's trees into `pending` once they arrive, waiting at most `_reply_timeout_s`.
 
-        Returns whether one of several drafters is broken.
+        Without `pending`, trees are on the device: only replies that have arrived are read, or one if no region is
+        free. Returns whether one of several drafters is broken.
         """
         is_broken = False
         while self._unanswered:
-            # While replies to earlier orders are missing, the step does not wait; otherwise every step would time out.
-            # The last order is too recent to count as late.
-            is_behind = self._is_late and len(self._unanswered) > 1
-            until = 0.0 if is_behind else self._unanswered[-1].time + self._reply_timeout_s()
+            if pending is None and self._free and not self._channel.poll(0.0):
+                return is_broken
             try:
-                data = self._channel.recv(until - time.monotonic(), self._spin_s)
+                data = self._channel.recv(self._patience_s(self._unanswered[-1]), self._spin_s)
             except TimeoutError:
-                self._check_frozen()
-                self._is_late = True
-                raise DraftFaultError(DraftFault.LATE) from None
+                self.is_late = True
+                self.report_late()
             is_broken |= self._receive(data, pending)
-        self._is_late = False
+        self.is_late = False
         return is_broken
+
+    def await_trees(self, pending: PendingTrees) -> HostCopy | None:
+        """Let the device wait for the last order's trees and put them into `pending`.
+
+        Returns whether they came in time, for `is_late`; None if there are none to wait for.
+        """
+        sent, self._awaited = self._awaited, None
+        if sent is None or not sent.slots:
+            return None
+        assert self.trees is not None
+        tree, in_time = self.trees.get(sent.region, sent.number, len(sent.slots), self._patience_s(sent))
+        kept = [place for place, slot in enumerate(sent.slots) if slot not in sent.freed]
+        if kept:
+            slots = self._table.numbers([sent.slots[place] for place in kept])
+            pending.put(slots, tree.select(self._table.numbers(kept)))
+        return in_time
+
+    def report_late(self) -> NoReturn:
+        self._check_frozen()
+        raise DraftFaultError(DraftFault.LATE)
 
     def release(self, slots: Sequence[int]) -> None:
         self._encoder.release(slots)
         for sent in self._unanswered:
             sent.freed.update(slots)
+        if self._awaited is not None:
+            self._awaited.freed.update(slots)
 
     def take_uses(self) -> list[DrafterUse]:
         uses, self._uses = self._uses, []
@@ -322,7 +379,7 @@ class _Peer:
         if isinstance(self._ring, HiddenStateRing):  # a DeviceRing is the rank's
             self._ring.close()
 
-    def _receive(self, data: bytes, pending: ReceivedTrees) -> bool:
+    def _receive(self, data: bytes, pending: ReceivedTrees | None) -> bool:
         """See `collect`."""
         sent = self._unanswered.popleft()
         try:
@@ -331,17 +388,27 @@ class _Peer:
                 raise DraftFaultError(DraftFault(reply.fault))
             if reply.number != sent.number:
                 raise ValueError(f"a reply to order {reply.number} instead of {sent.number}")
-            trees = reply.checked_trees(len(sent.slots), self._table.vocab_size, self.handshake.max_draft_tokens)
+            num_trees = len(sent.slots) if pending is not None else 0
+            trees = reply.checked_trees(num_trees, self._table.vocab_size, self.handshake.max_draft_tokens)
         except ValueError:
             raise DraftFaultError(DraftFault.NONSENSE) from None
         self._free.append(sent.region)
         self._recent.append(reply.seconds)
         self.seconds = reply.seconds
         self._uses += reply.uses
-        if sent.slots and not self._unanswered:
+        if pending is not None and sent.slots and not self._unanswered:
             pending.put(sent.slots, trees)
             pending.drop(list(sent.freed))
         return reply.num_broken > 0
+
+    def _patience_s(self, sent: _Sent) -> float:
+        """How long to wait for the trees of the last order.
+
+        While replies to earlier orders are missing, the step does not wait; otherwise every step would time out. The
+        last order is too recent to count as late.
+        """
+        is_behind = self.is_late and len(self._unanswered) > 1
+        return 0.0 if is_behind else max(0.0, sent.time + self._reply_timeout_s() - time.monotonic())
 
     def _reply_timeout_s(self) -> float:
         if not self._recent:

@@ -1,8 +1,8 @@
 """Messages between a target rank and a drafter in another process: msgpack, deltas only.
 
 A request's tokens and KV blocks are sent once and then extended (`DeltaEncoder` at the target, `DeltaDecoder` at the
-drafter), so an order is as long as what the step added. Trees come back as lists. Hidden states go through shared
-memory (`ring`).
+drafter), so an order is as long as what the step added. Trees come back as lists, or through a GPU's memory
+(`device_trees`). Hidden states go through shared memory (`ring`).
 """
 
 import operator
@@ -37,6 +37,7 @@ class TargetHandshake(NamedTuple):
     page_size: int
     vocab_size: int
     device_ring: bytes = b""  # what a DeviceRing is opened with; empty: the ring is the file
+    device_trees: bytes = b""  # what DeviceTrees are opened with; empty: trees are part of replies
 
 
 class RequestDelta(NamedTuple):
@@ -66,7 +67,7 @@ class Order(NamedTuple):
 
 
 class DraftReply(NamedTuple):
-    """Trees of an order's requests, in their order; none after a fault.
+    """Trees of an order's requests, in their order; none after a fault, or if they are in a GPU's memory.
 
     They are lists, because a step has few nodes: the target took 0.2 ms to read them as arrays, and takes 0.13 ms.
     """

@@ -20,6 +20,7 @@ KERNELS = {
     *("build_extend", "take_trees", "put_trees", "add_noise"),
     *("convolve_rows", "keep_windows", "run_delta_rule", "norm_and_gate"),
     *("position_keys", "choose_in_blocks", "choose_among_blocks", "find_lowest", "walk_tree", "compact_path"),
+    *("release_trees", "await_trees"),
 }
 FEW_ROWS = "multiply_few_rows"  # not launched on GPUs that have less shared memory than it takes
 SPILLED_BYTES = 24  # of a thread: tiles of several nodes over KV in e4m3, which sm_80 converts by arithmetic

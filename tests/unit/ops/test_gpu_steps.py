@@ -1,5 +1,6 @@
 """The kernels of padded steps, in Triton's interpreter, give exactly what their twins in torch give."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,8 +11,11 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from specray.ops.gpu import steps
+import triton.language as tl
+
+from specray.ops.gpu import steps, tree_kernels
 from specray.spec_decode.draft_tree import NONE, DraftTree, TreeLists
+from specray.spec_decode.step_ops import step_ops
 from specray.spec_decode.torch_step_ops import TorchTable
 from specray.spec_decode.verify_batch import VerifyOutput
 from tests.support.step_cases import MAX_TOKENS, SLOTS, batches, both, compare_pending_trees, random_table
@@ -115,3 +119,51 @@ def test_committed_tokens(seed: int, width: int, data: st.DataObject) -> None:
 @settings(max_examples=40)
 def test_pending_trees(lists: list[TreeLists], data: st.DataObject) -> None:
     compare_pending_trees("triton", lists, data)
+
+
+class Clock:
+    """A GPU's clock, which `others` is called beside."""
+
+    def __init__(self, others: Callable[[int], object] = lambda _: None) -> None:
+        self._others, self._reads = others, 0
+
+    def __call__(self) -> Any:
+        self._reads += 1
+        self._others(self._reads)
+        return tl.full((), self._reads * 1_000_000, tl.int64)
+
+
+def awaited(memory: Tensor, number: int, timeout_s: float) -> list[list[int]]:
+    """Numbers of nodes of three trees of at most four nodes, and whether they came in time."""
+    ops = step_ops(memory.device)
+    found, in_time = ops.await_trees(memory[0, :1], memory[1:, 0], 4, number, timeout_s)
+    return [found.tolist(), in_time.tolist()]
+
+
+@pytest.mark.parametrize("number", [1, 16, 7, 2**40])
+def test_waiting_for_trees_of_another_process(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run() -> list[Any]:
+        memory = torch.tensor([[number - 1, 0], [2, 0], [5, 0], [NONE, 0]])
+        before = awaited(memory, number, 0.003)
+        step_ops(memory.device).release_trees(memory[0, :1], number)
+        return [before, awaited(memory, number, 0.003), memory.tolist()]
+
+    monkeypatch.setattr(tree_kernels, "globaltimer", Clock())
+    expected, found = both(run)
+    assert found == expected
+    assert found[0] == [[NONE] * 3, [0]]
+    assert found[1] == [[2, NONE, NONE], [1]]
+
+
+def test_a_kernel_polls_until_trees_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = torch.tensor([[0, 0], [1, 0], [2, 0], [3, 0]])
+
+    def release(reads: int) -> None:
+        if reads == 5:
+            memory[0, 0] = 9
+
+    clock = Clock(release)
+    monkeypatch.setattr(tree_kernels, "globaltimer", clock)
+    monkeypatch.setenv("SPECRAY_KERNELS", "triton")
+    assert awaited(memory, 9, 60.0) == [[1, 2, 3], [1]]
+    assert clock._reads < 10

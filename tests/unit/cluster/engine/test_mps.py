@@ -5,12 +5,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from cluster.config import AppConfig
 from cluster.engine import mps
-from cluster.engine.mps import IN_USE, MpsDaemon, reason_without_mps
+from cluster.engine.executor import RayExecutor
+from cluster.engine.mps import ANOTHER, IN_USE, MpsDaemon, reason_without_mps
 from cluster.engine.placement import decide_device
 from tests.support.fake_mps import SERVER, UUIDS, FakeMps, has_ended
 
@@ -127,3 +129,13 @@ def test_a_daemon_needs_its_program_and_yields_to_one_that_runs(
     assert reason_without_mps(config, {}) == "nvidia-cuda-mps-control not found on this node"
     monkeypatch.setenv("PATH", str(tmp_path))
     assert reason_without_mps(config, {}) == "nvidia-cuda-mps-control and nvidia-smi not found on this node"
+
+
+@pytest.mark.parametrize(("mps", "shares_memory"), [(IN_USE, True), (ANOTHER, True), ("draft.mps: off", False)])
+def test_drafters_exchange_trees_in_memory_only_with_a_daemon(mps: str, shares_memory: bool) -> None:
+    """A target that waits on the GPU would otherwise hold it."""
+    engine = object.__new__(RayExecutor)
+    engine._folder, engine._epoch, engine.mps = SimpleNamespace(name="/run"), 1, mps  # type: ignore[assignment]
+    draft = {"placement": "colocated", "cuda_ipc": True}
+    assert engine._endpoint(AppConfig.model_validate(COLOCATED | {"draft": draft})).uses_cuda_ipc == shares_memory
+    assert not engine._endpoint(AppConfig.model_validate(COLOCATED)).uses_cuda_ipc

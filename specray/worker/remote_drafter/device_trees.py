@@ -1,0 +1,105 @@
+"""Trees that come back from a drafter in the memory of the GPU that it shares with its target, by CUDA IPC.
+
+The drafter's stream writes the trees of an order to the order's region, and then the order's number. The target's
+stream waits for this number, up to a limit that the GPU's clock measures, so no host waits: a drafter that is late,
+dead or frozen costs the step its drafts. A region with another number has no trees for this step. Numbers are never
+used twice, so what a drafter writes that was replaced is not taken for another one's. The trees are checked like those
+of a drafter in the target's process (`PendingTrees`), after they were copied.
+"""
+
+import msgpack
+import torch
+from torch import Tensor
+
+from specray.ops.host_copy import HostCopy
+from specray.spec_decode.draft_tree import NONE, DraftTree
+from specray.spec_decode.step_ops import step_ops
+from specray.worker.remote_drafter.device_ring import DeviceRing, opened, shared
+from specray.worker.remote_drafter.ring import NUM_REGIONS
+
+
+class DeviceTrees:
+    """Regions of trees of up to R requests and N nodes.
+
+    `memory` is int64 [NUM_REGIONS, 1 + R, 2 + 2 * N]. The first cell of a region is its number; each row behind it has
+    a tree's number of nodes, a cell for alignment (Triton compiles a kernel again for other alignments), its tokens and
+    its parents.
+    """
+
+    def __init__(self, memory: Tensor) -> None:
+        self._memory = memory
+        self._most_nodes = memory.shape[2] // 2 - 1
+        self._ops = step_ops(memory.device)
+
+    @classmethod
+    def make(cls, num_rows: int, most_nodes: int, device: torch.device) -> "DeviceTrees":
+        """The target's end. The memory is the target's."""
+        with torch.inference_mode(False):
+            return cls(torch.zeros(_shape(num_rows, most_nodes), dtype=torch.int64, device=device))
+
+    def export(self) -> bytes:
+        """What the other process opens them with. RuntimeError if the memory cannot be shared."""
+        data: bytes = msgpack.packb(shared(self._memory))
+        return data
+
+    @classmethod
+    def open(cls, data: bytes, num_rows: int, most_nodes: int, device: torch.device) -> "DeviceTrees":
+        """The drafter's end, on the same GPU."""
+        return cls(opened(msgpack.unpackb(data), _shape(num_rows, most_nodes), torch.int64, device))
+
+    def put(self, region: int, number: int, tree: DraftTree | None) -> None:
+        """The drafter's reply to the order with this number; None: it could not draft."""
+        rows = self._memory[region, 1:]
+        if tree is None:
+            rows[:, 0].fill_(NONE)
+        else:
+            num_trees, width = len(tree.tokens), min(tree.tokens.shape[1], self._most_nodes)
+            rows[:num_trees, 0].copy_(tree.num_nodes)
+            for place, part in zip(self._nodes_of(rows), (tree.tokens, tree.parents), strict=True):
+                place[:num_trees, :width].copy_(part[:, :width])
+        self._ops.release_trees(self._memory[region, 0, :1], number)
+
+    def get(self, region: int, number: int, num_trees: int, timeout_s: float) -> tuple[DraftTree, HostCopy]:
+        """(the trees of an order, which no longer change until the region's next order; int64 [1] whether in time).
+
+        If they were not, all have NONE nodes.
+        """
+        rows = self._memory[region, 1 : 1 + num_trees]
+        flag, most = self._memory[region, 0, :1], self._most_nodes
+        num_nodes, in_time = self._ops.await_trees(flag, rows[:, 0], most, number, timeout_s)
+        return DraftTree(*self._nodes_of(rows), num_nodes, most - 1), HostCopy(in_time)
+
+    def _nodes_of(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """(tokens, parents) of rows of a region."""
+        tokens, parents = rows[:, 2:].chunk(2, 1)
+        return tokens, parents
+
+
+class DeviceMemory:
+    """What a rank shares with its drafters, each of which opens it. It lasts as long as the rank.
+
+    Memory that a process has opened and not let go of, because it was killed, is never freed.
+    """
+
+    def __init__(self, num_rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        """For up to `num_rows` requests, and hidden states of type `dtype`."""
+        self._num_rows, self._dtype, self._device = num_rows, dtype, device
+        self._rings: dict[tuple[int, int], DeviceRing] = {}
+        self._trees: dict[int, DeviceTrees] = {}
+
+    def ring(self, tokens: int, width: int) -> DeviceRing | None:
+        """The ring for regions of [tokens, width]; None if no hidden states are read."""
+        if not width:
+            return None
+        if (tokens, width) not in self._rings:
+            self._rings[tokens, width] = DeviceRing.make(tokens, width, self._dtype, self._device)
+        return self._rings[tokens, width]
+
+    def trees(self, most_nodes: int) -> DeviceTrees:
+        if most_nodes not in self._trees:
+            self._trees[most_nodes] = DeviceTrees.make(self._num_rows, most_nodes, self._device)
+        return self._trees[most_nodes]
+
+
+def _shape(num_rows: int, most_nodes: int) -> tuple[int, int, int]:
+    return NUM_REGIONS, 1 + num_rows, 2 + 2 * most_nodes
