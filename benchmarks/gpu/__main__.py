@@ -42,6 +42,7 @@ SERVERS = {
     "serve-plain": Part(300, "a server on Ray with a cold Triton cache, whose processes are killed"),
     "serve-inline-chain": Part(300, "with chains, drafted inline"),
     "serve-colocated-chain": Part(300, "drafted by a process of its own"),
+    "serve-memory-chain": Part(300, "with MPS, hidden states and drafts in the GPU's memory"),
     "serve-inline-tree": Part(300, "with trees"),
     "serve-colocated-tree": Part(300, "with trees"),
 }

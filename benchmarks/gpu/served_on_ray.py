@@ -35,6 +35,12 @@ POLL_S = 0.1
 TABLE = "Servers on Ray, 8B model with random weights, over HTTP"
 HEADERS = ["server", "what", "measured", "goal"]
 PLACEMENT_GOAL = 0.95  # tokens/s, colocated / inline
+# The options of `draft`, by the middle word of a part's name.
+DRAFTS = {
+    "inline": {"placement": "inline"},
+    "colocated": {"placement": "colocated"},
+    "memory": {"placement": "colocated", "cuda_ipc": True},
+}
 
 
 class Setting(NamedTuple):
@@ -72,7 +78,7 @@ def report(order: Order) -> Report:
 def measure(order: Order, setting: Setting) -> Iterator[Cell]:
     _, *placement, kind = order.part.split("-")
     variant = setting.variants[kind]
-    title = ", ".join([variant.title, *placement])
+    title, is_colocated = ", ".join([variant.title, *placement]), placement not in ([], ["inline"])
     cache = order.folder / "triton"
     if not variant.chain:
         shutil.rmtree(cache, ignore_errors=True)
@@ -88,12 +94,12 @@ def measure(order: Order, setting: Setting) -> Iterator[Cell]:
                 load = asyncio.run(_streams(server.url, setting, count, setting.max_tokens))
                 if load.num_complete < count:
                     raise RuntimeError(f"{load} of {count}; the server's log ends with:\n{server.log_tail()}")
-                goal = variant.goal if count == 1 and placement != ["colocated"] else None
+                goal = variant.goal if count == 1 and not is_colocated else None
                 yield Cell(TABLE, title, f"tokens/s, {requests(count)}", load.tokens_per_s, "{:,.0f}", goal)
                 yield Cell(TABLE, title, f"longest stall, s, {requests(count)}", load.longest_gap_s)
-                if placement == ["colocated"]:
+                if is_colocated:
                     yield from _beside_inline(order, title, count, load.tokens_per_s)
-            for victim in ("DraftActor", "TargetActor") if placement == ["colocated"] else ("TargetActor",):
+            for victim in ("DraftActor", "TargetActor") if is_colocated else ("TargetActor",):
                 yield from _kill(server, setting, title, victim)
 
 
@@ -121,7 +127,7 @@ def _config(order: Order, setting: Setting, variant: Variant, placement: str = "
         "dtype": str(dtype).removeprefix("torch."),
         "max_running_requests": max(setting.batch_sizes),
         "speculative": speculative,
-        "draft": {"placement": placement},
+        "draft": DRAFTS[placement],
         "server": {"request_timeout_s": 600.0},
     }
     if order.is_tiny:
@@ -156,7 +162,8 @@ async def _stream(url: str, setting: Setting, row: int, max_tokens: int) -> Exch
 
 def _beside_inline(order: Order, title: str, count: int, tokens_per_s: float) -> Iterator[Cell]:
     """The ratio to the inline server, if that was measured."""
-    inline = Finding.read(order.folder / f"{order.part.replace('colocated', 'inline')}.json")
+    _, placement, _ = order.part.split("-")
+    inline = Finding.read(order.folder / f"{order.part.replace(placement, 'inline')}.json")
     for cell in inline.report.cells if inline is not None else ():
         if cell.column == f"tokens/s, {requests(count)}":
             ratio = tokens_per_s / cell.value

@@ -156,19 +156,21 @@ def test_heads_of_a_checkpoint_are_measured_beside_plain_decoding(toy: Path, tmp
         heads.report(TINY)
 
 
-def test_servers_are_measured_with_the_checkpoint_that_is_made_for_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("placement", ["colocated", "memory"])
+def test_servers_are_measured_with_the_checkpoint_that_is_made_for_them(placement: str, tmp_path: Path) -> None:
     """A part of the program: `--parts servers` starts Ray."""
-    order = TINY._replace(part="serve-colocated-chain", folder=tmp_path)
+    order = TINY._replace(part=f"serve-{placement}-chain", folder=tmp_path)
     setting = served_on_ray.TINY
-    config = served_on_ray._config(order, setting, setting.variants["chain"], "colocated")
+    config = served_on_ray._config(order, setting, setting.variants["chain"], placement)
     app = AppConfig.model_validate(config["applications"][0]["args"])
     assert app.has_draft_actor
+    assert app.draft.cuda_ipc == (placement == "memory")
     with LLM(model=app.model, dtype="float32", device="cpu", speculative=app.speculative) as llm:
         [generation] = llm.generate([[2, 3, 4]], SamplingParams(max_tokens=8, ignore_eos=True))
     assert generation.choices[0].text.startswith(" w"), "each token has a word"
     inline = Report([], [], 1, "", [Cell("", "", "tokens/s, 1 request", 50.0)])
     part.Finding("abc", "a GPU", inline).write(tmp_path / "serve-inline-chain.json")
-    [ratio] = served_on_ray._beside_inline(order, "colocated", 1, 48.0)
+    [ratio] = served_on_ray._beside_inline(order, placement, 1, 48.0)
     assert (ratio.value, ratio.goal) == (0.96, 0.95)
 
 
