@@ -44,8 +44,9 @@ DOCS_INSTALLED := .venv/.docs-installed
 PAGE_INSTALLED := .venv/.page-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-cluster test-computing test-fast test-gpu extras lint format bench bench-peers \
-	gpu-report gpu-serve-report heads draft mtp parallel chaos fuzz clients sbom lock audit docs page-test clean distclean
+.PHONY: help install demo test test-in-turn test-cluster test-waiting test-computing test-fast test-gpu extras lint \
+	format bench bench-peers gpu-report gpu-serve-report heads draft mtp parallel chaos fuzz clients sbom lock audit docs \
+	page-test clean distclean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -73,17 +74,23 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)  ## serve the embedded model on Ray, ask it a question, compare with plain decoding
 	$(BIN)/python -m specray.cli.demo $(DEMO_ARGS)
 
-# What the tests of a cluster wait for is real, and late on a busy machine. Only tests that compute run beside them, with
-# a low priority: they take the time in which a cluster waits. Tests that wait themselves come afterwards.
+# What the tests of a cluster wait for is real, and late on a busy machine; other tests that wait come after them. Only
+# tests that compute run beside both, with a low priority: they take the time in which these wait. Reports of tests that
+# wait come in one piece, at the end, because the tests that compute report meanwhile.
 test: $(INSTALLED)  ## run all tests (GPU tests skip themselves where there is none)
 	@mkdir -p build
-	@$(MAKE) --no-print-directory --jobs=2 test-cluster test-computing
-	@$(BIN)/python -m pytest tests --ignore=tests/cluster $(COMPUTING:%=--ignore=%) $(PARALLEL_WAITING) $(PYTEST_ARGS)
+	@$(MAKE) --no-print-directory --keep-going --jobs=2 test-in-turn test-computing; status=$$?; \
+		cat build/test-cluster.log build/test-waiting.log; exit $$status
 
-# Its report comes in one piece, because the other tests report meanwhile.
+test-in-turn:
+	@$(MAKE) --no-print-directory test-cluster; status=$$?; $(MAKE) --no-print-directory test-waiting && exit $$status
+
 test-cluster: $(INSTALLED)
-	@$(BIN)/python -m pytest tests/cluster $(PYTEST_ARGS) > build/test-cluster.log 2>&1; status=$$?; \
-		cat build/test-cluster.log; exit $$status
+	@$(BIN)/python -m pytest tests/cluster $(PYTEST_ARGS) > build/test-cluster.log 2>&1
+
+test-waiting: $(INSTALLED)
+	@$(BIN)/python -m pytest tests --ignore=tests/cluster $(COMPUTING:%=--ignore=%) $(PARALLEL_WAITING) $(PYTEST_ARGS) \
+		> build/test-waiting.log 2>&1
 
 test-computing: $(INSTALLED)
 	@nice -n 10 $(BIN)/python -m pytest $(COMPUTING) $(PARALLEL) $(PYTEST_ARGS)

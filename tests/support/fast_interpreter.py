@@ -1,8 +1,9 @@
-"""Triton's interpreter without its largest cost, and with matrix products like a GPU's.
+"""Triton's interpreter without its largest costs, and with matrix products like a GPU's.
 
 It replaces the functions of `triton.language` by its own for each launch, and again for each call of a device function,
 and then puts them back; this takes longer than the kernels of small tests. Here they are replaced once and stay so:
-with TRITON_INTERPRET=1, nothing in the process compiles a kernel.
+with TRITON_INTERPRET=1, nothing in the process compiles a kernel. Each value's type and shape would be made from new
+objects; here equal ones share them, as nothing changes them.
 
 A tensor core computes each element of a product in the same way. The interpreter calls a BLAS library, which on some
 CPUs sums the rows at a tile's end in another order than the first ones.
@@ -33,6 +34,65 @@ def _fixed_order_dot(interpreter: Any) -> Any:
     return create_dot
 
 
+def _share_shapes(interpreter: Any) -> None:
+    """Let equal types share their shape and name, and tensors of equal shapes theirs, which are then not broadcast."""
+    core, semantic = interpreter.tl.core, interpreter.TritonSemantic
+    broadcast = semantic.broadcast_impl_value
+    make_type, make_tensor = core.block_type.__init__, core.tensor.__init__
+    types: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+    shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}
+
+    def type_init(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (*(part.value if isinstance(part, core.constexpr) else part for part in shape), element_ty.name)
+        if key not in types:
+            make_type(self, element_ty, shape)
+            types[key] = self.shape, self.numel, self.name
+        self.element_ty = element_ty
+        self.shape, self.numel, self.name = types[key]
+
+    def tensor_init(self: Any, handle: Any, type: Any) -> None:
+        key = (*type.shape,) if type.is_block() else ()
+        if key not in shapes:
+            make_tensor(self, handle, type)
+            shapes[key] = self.shape, self.numel
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = shapes[key]
+
+    def broadcast_others(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
+
+    core.block_type.__init__, core.tensor.__init__ = type_init, tensor_init
+    semantic.broadcast_impl_value = broadcast_others
+
+
+def _share_numpy_types(interpreter: Any) -> None:
+    """Look up the numpy type of a type by its name, where a table of all types would be made for each look-up."""
+    look_up = interpreter._get_np_dtype
+    known: dict[str, Any] = {}
+
+    def numpy_type(type: Any) -> Any:
+        if type.name not in known:
+            known[type.name] = look_up(type)
+        return known[type.name]
+
+    interpreter._get_np_dtype = numpy_type
+
+
+def _call_directly(interpreter: Any) -> None:
+    """Let the functions of the language be called without wrappers that copy their arguments."""
+
+    def patch_attribute(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:  # noqa: ARG001
+        function, semantic = getattr(member, "__wrapped__", member), interpreter.interpreter_semantic
+
+        def called(*args: Any, **options: Any) -> Any:
+            options["_semantic"] = semantic
+            return function(*args, **options)
+
+        scope.set_attr(obj, name, called)
+
+    interpreter._patch_attr = patch_attribute
+
+
 def patch_interpreter() -> None:
     """Make the interpreter of this process fast. Without Triton, or where kernels are compiled, nothing happens."""
     if os.environ.get("TRITON_INTERPRET") != "1":
@@ -55,5 +115,8 @@ def patch_interpreter() -> None:
             patch(function)
         return _NothingToRestore()
 
+    _share_shapes(interpreter)
+    _share_numpy_types(interpreter)
+    _call_directly(interpreter)
     interpreter._patch_lang = patch_once
     interpreter.InterpreterBuilder.create_dot = _fixed_order_dot(interpreter)
