@@ -16,7 +16,16 @@ from specray.bench.ledger import Ending, Outcome
 from specray.bench.open_loop import GAUGES, Load, Report, at_quantile, idle_after, run
 from specray.bench.plots import can_plot, save_load_plot
 from specray.bench.prompts import load_prompts
-from specray.cli.arguments import KEY_VARIABLE, add_api_key, add_url, number_above_0, number_from_0, positive, share
+from specray.cli.arguments import (
+    KEY_VARIABLE,
+    add_api_key,
+    add_number,
+    add_url,
+    number_above_0,
+    number_from_0,
+    positive,
+    share,
+)
 from specray.errors import ConfigError
 from specray.tables import format_table
 
@@ -32,8 +41,8 @@ QUANTILES = (50, 90, 99)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_url(parser)
-    add("--rate", type=number_above_0, default=1.0, metavar="R", help="conversations per second (default: %(default)s)")
-    add("--seconds", type=number_above_0, default=10.0, metavar="S", help="duration (default: %(default)s)")
+    add_number(parser, "--rate", number_above_0, 1.0, "conversations per second", "R")
+    add_number(parser, "--seconds", number_above_0, 10.0, "duration", "S")
     prompts = parser.add_mutually_exclusive_group()
     prompts.add_argument(
         "--dataset",
@@ -42,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="JSON Lines with turns, prompt or messages, used in this order, again and again (default: a built-in set)",
     )
     prompts.add_argument("--prompt", metavar="TEXT", help="one prompt for all requests")
-    add("--turns", type=positive, default=1, metavar="N", help="turns per conversation (default: %(default)s)")
+    add_number(parser, "--turns", positive, 1, "turns per conversation")
     add(
         "--endpoint",
         choices=("chat", "completions"),
@@ -50,31 +59,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="/v1/chat/completions, or /v1/completions, which needs no chat template (default: %(default)s)",
     )
     add("--model", metavar="NAME", help="name of the model in each request (default: none)")
-    add("--max-tokens", type=positive, default=32, metavar="N", help="tokens per answer (default: %(default)s)")
+    add_number(parser, "--max-tokens", positive, 32, "tokens per answer")
     add("--ignore-eos", action="store_true", help="ignore end tokens: every answer has --max-tokens tokens")
     add("--temperature", type=number_from_0, default=1.0, help="sampling temperature (default: %(default)s)")
     add("--whole", action="store_true", help="ask for one JSON body instead of a stream")
-    add(
-        "--timeout",
-        type=number_above_0,
-        default=60.0,
-        metavar="S",
-        help="time limit per request (default: %(default)s)",
-    )
-    add(
-        "--cut",
-        type=share,
-        default=0.0,
-        metavar="SHARE",
-        help="share of requests, 0 to 1, that disconnect at a random byte (default: %(default)s)",
-    )
-    add(
-        "--slow",
-        type=share,
-        default=0.0,
-        metavar="SHARE",
-        help="share of requests, 0 to 1, that read one byte per second (default: %(default)s)",
-    )
+    add_number(parser, "--timeout", number_above_0, 60.0, "time limit per request", "S")
+    add_number(parser, "--cut", share, 0.0, "share of requests, 0 to 1, that disconnect at a random byte", "SHARE")
+    add_number(parser, "--slow", share, 0.0, "share of requests, 0 to 1, that read one byte per second", "SHARE")
     add("--seed", type=int, default=0, help="seed of arrivals and cuts (default: %(default)s)")
     add("--json", type=Path, metavar="FILE", help="also write all figures and each request to FILE")
     add("--plot", type=Path, metavar="FILE", help="also draw latencies to FILE, a PNG; needs matplotlib")

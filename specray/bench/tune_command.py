@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from specray.bench.command import DEFAULT_DRAFTER, add_target_and_sampling, engine_config
-from specray.cli.arguments import positive
+from specray.cli.arguments import add_number, positive
 
 HELP = (
     "Find the draft tree that is fastest on this machine, by measuring: plain decoding and all candidates take turns, "
@@ -44,9 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LOG",
         help="find the best tree for the requests in files that server.request_log wrote, in one round without prompts",
     )
-    add(
-        "--rounds", type=positive, default=3, metavar="N", help="rounds, each with other prompts (default: %(default)s)"
-    )
+    add_number(parser, "--rounds", positive, 3, "rounds, each with other prompts")
     add(
         "--prompts",
         type=Path,

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from collections.abc import Callable
 from math import inf, nan
 from urllib.parse import urlsplit
 
@@ -42,6 +43,18 @@ def share(text: str) -> float:
     if not 0 <= (number := _number(text)) <= 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1")
     return number
+
+
+def add_number(
+    parser: argparse.ArgumentParser | argparse._ArgumentGroup,
+    name: str,
+    type: Callable[[str], float],
+    default: float,
+    help: str,
+    metavar: str = "N",
+) -> None:
+    """Add an option that takes a number; its help ends with the default."""
+    parser.add_argument(name, type=type, default=default, metavar=metavar, help=f"{help} (default: %(default)s)")
 
 
 def _number(text: str) -> float:

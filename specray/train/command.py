@@ -7,7 +7,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specray.cli.arguments import not_negative, number_above_0, number_from_0, positive, share
+from specray.cli.arguments import add_number, not_negative, number_above_0, number_from_0, positive, share
 from specray.config import EMBEDDED_MODEL
 from specray.errors import ConfigError
 from specray.train.answer_options import AnswerOptions, add_answer_arguments
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     mapping.add_argument(
         "--out", type=Path, required=True, metavar="FILE", help="JSON, or torch-saved if it ends in .pt"
     )
-    mapping.add_argument("--size", type=positive, default=8192, metavar="N", help="ids kept (default: %(default)s)")
+    add_number(mapping, "--size", positive, 8192, "ids kept")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -146,43 +146,19 @@ def _add_training(parser: argparse.ArgumentParser, kind: str) -> None:
         _add_draft_options(parser)
     else:
         _add_head_options(parser, kind)
-    add("--batch-tokens", type=positive, default=1024, metavar="N", help="positions in a batch (default: %(default)s)")
-    add(
-        "--max-length",
-        type=positive,
-        default=2048,
-        metavar="N",
-        help="truncate longer sequences (default: %(default)s)",
-    )
-    add(
-        "--learning-rate",
-        type=number_above_0,
-        default=1e-3,
-        metavar="X",
-        help="highest learning rate (default: %(default)s)",
-    )
+    add_number(parser, "--batch-tokens", positive, 1024, "positions in a batch")
+    add_number(parser, "--max-length", positive, 2048, "truncate longer sequences")
+    add_number(parser, "--learning-rate", number_above_0, 1e-3, "highest learning rate", "X")
     add(
         "--optimizer",
         choices=("adamw", "muon"),
         default="muon",
         help="muon applies to matrices, the rest uses AdamW (default: %(default)s)",
     )
-    add(
-        "--weight-decay",
-        type=number_from_0,
-        default=0.0,
-        metavar="X",
-        help="weight decay of Muon's matrices (default: %(default)s)",
-    )
-    add("--warmup", type=share, default=0.02, metavar="X", help="warm-up as a share of --tokens (default: %(default)s)")
-    add(
-        "--decay",
-        type=share,
-        default=0.25,
-        metavar="X",
-        help="decay as the last share of --tokens (default: %(default)s)",
-    )
-    add("--clip", type=number_above_0, default=1.0, metavar="X", help="maximum gradient norm (default: %(default)s)")
+    add_number(parser, "--weight-decay", number_from_0, 0.0, "weight decay of Muon's matrices", "X")
+    add_number(parser, "--warmup", share, 0.02, "warm-up as a share of --tokens", "X")
+    add_number(parser, "--decay", share, 0.25, "decay as the last share of --tokens", "X")
+    add_number(parser, "--clip", number_above_0, 1.0, "maximum gradient norm", "X")
     other = {"parallel": "; it may be an EAGLE-3 head", "mtp": "; it may be an EAGLE-2 head"}.get(kind, "")
     add("--init-head", metavar="FOLDER", help=f"start from this head's weights, or a packaged one's by its name{other}")
     add(
@@ -199,14 +175,8 @@ def _add_training(parser: argparse.ArgumentParser, kind: str) -> None:
         default=0,
         help="seed of the initialization and of the data order (default: %(default)s)",
     )
-    add("--validate-every", type=positive, default=500_000, metavar="N", help="in tokens (default: %(default)s)")
-    add(
-        "--checkpoint-minutes",
-        type=number_from_0,
-        default=10.0,
-        metavar="M",
-        help="minutes between checkpoints (default: %(default)s)",
-    )
+    add_number(parser, "--validate-every", positive, 500_000, "in tokens")
+    add_number(parser, "--checkpoint-minutes", number_from_0, 10.0, "minutes between checkpoints", "M")
 
 
 def _add_draft_options(parser: argparse.ArgumentParser) -> None:
@@ -225,53 +195,31 @@ def _add_draft_options(parser: argparse.ArgumentParser) -> None:
 def _add_head_options(parser: argparse.ArgumentParser, kind: str) -> None:
     add = parser.add_argument
     steps = 5 if kind in ("parallel", *_BLOCKS) else 3
-    add(
-        "--unroll",
-        type=positive,
-        default=steps,
-        metavar="N",
-        help="draft steps per training step (default: %(default)s)",
+    add_number(parser, "--unroll", positive, steps, "draft steps per training step")
+    add_number(
+        parser, "--step-decay", number_above_0, 0.8, "weight of each draft step relative to the previous one", "X"
     )
-    add(
-        "--step-decay",
-        type=number_above_0,
-        default=0.8,
-        metavar="X",
-        help="weight of each draft step relative to the previous one (default: %(default)s)",
-    )
-    add(
+    add_number(
+        parser,
         "--total-variation",
-        type=share,
-        default=0.0,
-        metavar="X",
-        help="weight of the total variation distance in the loss; the rest is cross-entropy (default: %(default)s)",
+        share,
+        0.0,
+        "weight of the total variation distance in the loss; the rest is cross-entropy",
+        "X",
     )
     if kind in ("eagle3", "parallel", *_BLOCKS):
-        add(
-            "--draft-vocab-size",
-            type=positive,
-            default=8192,
-            metavar="N",
-            help="most frequent ids the head can draft (default: %(default)s)",
-        )
-        add(
+        add_number(parser, "--draft-vocab-size", positive, 8192, "most frequent ids the head can draft")
+        add_number(
+            parser,
             "--num-layers",
-            type=positive,
-            default=2 if kind in _BLOCKS else 1,
-            metavar="N",
-            help="decoder layers of the head; layers that --init-head does not have start as nearly the identity "
-            "(default: %(default)s)",
+            positive,
+            2 if kind in _BLOCKS else 1,
+            "decoder layers of the head; layers that --init-head does not have start as nearly the identity",
         )
     else:
         _add_train_vocab(parser)
     if kind == "dspark":
-        add(
-            "--markov-rank",
-            type=positive,
-            default=64,
-            metavar="N",
-            help="rank of the Markov rows (default: %(default)s)",
-        )
+        add_number(parser, "--markov-rank", positive, 64, "rank of the Markov rows")
     if kind == "eagle2":
         add("--bias", action="store_true", help="give fc a bias")
     add(
