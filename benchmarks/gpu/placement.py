@@ -3,7 +3,8 @@
 `colocated` is a process on the rank's GPU, which the two share by turns unless an MPS daemon runs; `separate` is one on
 the next GPU. Hidden states cross through page-locked memory of the host and trees through a socket; with a daemon that
 CUDA_MPS_PIPE_DIRECTORY names, once more both through the GPU's memory (CUDA IPC).
-Drafts are accepted at a simulated rate, so tokens a step below that rate show drafts that came too late.
+Drafts are accepted at a simulated rate, so tokens a step below that rate show drafts that came too late. Where limits
+allow half of a chain, a step does not pay for the other half.
 """
 
 import os
@@ -21,6 +22,7 @@ from benchmarks.gpu.random_model import TINY as TINY_MODEL
 from benchmarks.gpu.report import Cell, Order, Report, requests
 from benchmarks.gpu.speed import VARIANTS, Setting, Speed, Steps, config_of
 from specray.config import EngineConfig
+from specray.step import UNLIMITED, DraftLimit
 from specray.worker.remote_drafter.handshake import DraftEndpoint, DraftPlacement
 from specray.worker.startup import start_worker
 
@@ -39,10 +41,12 @@ class Placed(NamedTuple):
     step_ms: float | None
     tokens_per_step: float | None
     goal: float | None = None
+    limit: DraftLimit = UNLIMITED
 
     @property
     def title(self) -> str:
-        return f"{self.placement}, draft.cuda_ipc" if self.uses_cuda_ipc else self.placement
+        title = f"{self.placement}, draft.cuda_ipc" if self.uses_cuda_ipc else self.placement
+        return title if self.limit == UNLIMITED else f"{title}, up to {self.limit.num_tokens} drafted"
 
 
 def report(order: Order) -> Report:
@@ -80,8 +84,10 @@ def measure(folder: Path, setting: Setting, device: torch.device) -> Iterator[Pl
             process = _start(folder, config, num_slots, endpoint)
         try:
             steps = Steps(worker, size, setting.prompt)
-            for batch_size in setting.batch_sizes:
-                yield _placed(endpoint, steps.measure(variant, True, batch_size, setting.num_steps))
+            half = variant.chain // 2
+            for each in (variant, variant._replace(limit=DraftLimit(half, half), goal=None)):
+                for batch_size in setting.batch_sizes:
+                    yield _placed(endpoint, steps.measure(each, True, batch_size, setting.num_steps))
         finally:
             if process is not None:
                 process.kill()
@@ -91,7 +97,7 @@ def measure(folder: Path, setting: Setting, device: torch.device) -> Iterator[Pl
 def _placed(endpoint: DraftEndpoint, speed: Speed) -> Placed:
     goal = speed.variant.goal if speed.batch_size == 1 else None
     seen = speed.tokens_per_s, speed.step_ms, speed.tokens_per_step
-    return Placed(endpoint.placement, endpoint.uses_cuda_ipc, speed.batch_size, *seen, goal)
+    return Placed(endpoint.placement, endpoint.uses_cuda_ipc, speed.batch_size, *seen, goal, speed.variant.limit)
 
 
 def _start(folder: Path, config: EngineConfig, num_slots: int, endpoint: DraftEndpoint) -> "subprocess.Popen[str]":

@@ -20,7 +20,7 @@ from benchmarks.gpu.random_model import LLAMA_8B, ModelSize, make_target, write_
 from benchmarks.gpu.random_model import TINY as TINY_MODEL
 from benchmarks.gpu.report import Cell, Order, Report, requests
 from specray.config import EngineConfig, SpeculativeConfig
-from specray.step import UNLIMITED, NewRequest, SamplingOptions, ScheduledRequest, StepPlan
+from specray.step import UNLIMITED, DraftLimit, NewRequest, SamplingOptions, ScheduledRequest, StepPlan
 from specray.worker.buckets import Bucket, buckets
 from specray.worker.startup import start_worker
 from specray.worker.worker import Worker
@@ -42,6 +42,7 @@ class Variant(NamedTuple):
     topk: int = 1  # children of a node
     nodes: int | None = None  # of a tree, the root included; None: a chain
     reached: float | None = None  # tokens a step, where the simulated walk through a tree ends earlier
+    limit: DraftLimit = UNLIMITED  # of each request, as a budget sets it
 
     @property
     def title(self) -> str:
@@ -196,9 +197,10 @@ class Steps:
 
     def __init__(self, worker: Worker, size: ModelSize, prompt: int) -> None:
         self._worker, self._size, self._prompt = worker, size, prompt
-        self._num_steps = 0
+        self._num_steps, self._limit = 0, UNLIMITED
 
     def measure(self, variant: Variant, in_graphs: bool, batch_size: int, num_steps: int) -> Speed:
+        self._limit = variant.limit
         self._enter(batch_size, most_tokens(variant, self._prompt, num_steps) // PAGE)
         device = self._worker.model.embedding.weight.device
         for _ in range(WARM_UP):
@@ -229,7 +231,7 @@ class Steps:
 
     def _run(self, slots: list[int], new: list[NewRequest], freed: Sequence[int] = ()) -> int:
         self._num_steps += 1
-        rows = [ScheduledRequest(slot, self._prompt, UNLIMITED, []) for slot in slots]
+        rows = [ScheduledRequest(slot, self._prompt, self._limit, []) for slot in slots]
         plan, num_tokens = StepPlan(self._num_steps, list(freed), new, rows), 0
         if not self._worker.can_begin(plan):
             num_tokens += self._finish()

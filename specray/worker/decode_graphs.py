@@ -17,7 +17,7 @@ from specray.spec_decode.drafter import DeviceDrafter, DraftSource
 from specray.spec_decode.node_sampler import NodeSampler
 from specray.spec_decode.request_table import RequestTable
 from specray.step import BucketSeconds
-from specray.worker.buckets import Bucket, buckets
+from specray.worker.buckets import Bucket, buckets, smallest_bucket
 from specray.worker.input_batch import StepBatch
 from specray.worker.model_runner import ForwardOutput, ModelRunner
 from specray.worker.padded_step import PaddedStep
@@ -93,12 +93,8 @@ class DecodeGraphs:
         if not batch.only_decodes:
             return None
         self.fit_drafter()
-        rows, nodes = len(batch.num_nodes), max(batch.num_nodes)
-        fitting = [bucket for bucket in self._buckets if bucket.rows >= rows and bucket.nodes >= nodes]
-        if self._drafter is not None:
-            most = min(1 + num_drafts, self._max_nodes)
-            fitting = [bucket for bucket in fitting if bucket.nodes >= most] or fitting
-        return min(fitting, key=lambda bucket: (bucket.num_tokens, bucket.rows), default=None)
+        drafted = 0 if self._drafter is None else min(1 + num_drafts, self._max_nodes)
+        return smallest_bucket(self._buckets, len(batch.num_nodes), max(batch.num_nodes), drafted)
 
     def forward(self, batch: StepBatch, bucket: Bucket, returns_logits: bool) -> ForwardOutput:
         """The target over a step's trees."""

@@ -1,9 +1,10 @@
-"""CUDA graphs of a drafter that has a step of its own, by number of requests: in its own process, or one of several.
+"""CUDA graphs of a drafter that has a step of its own, by bucket: in its own process, or one of several.
 
-A graph drafts for requests that committed no more tokens than a tree is deep, which is every decode step. Rows behind
-the requests are padding.
+A graph drafts trees with the nodes of its bucket, for requests that committed no more tokens than the bucket has nodes
+and a tree is deep, so a chain of three does not pay for seven levels. Rows behind the requests are padding.
 """
 
+import logging
 from collections.abc import Callable, Hashable
 from functools import partial
 
@@ -14,8 +15,10 @@ from specray.spec_decode.draft_tree import DraftTree, TreeBuffers
 from specray.spec_decode.drafter import CompositeDrafter, DeviceDrafter, Drafter, device_drafter
 from specray.spec_decode.propose_context import ProposeContext
 from specray.spec_decode.request_table import RequestTable
-from specray.worker.buckets import draft_row_buckets
+from specray.worker.buckets import Bucket, draft_buckets, smallest_bucket
 from specray.worker.padded_rows import PaddedRows
+
+logger = logging.getLogger(__name__)
 
 
 class DraftGraphs:
@@ -35,36 +38,40 @@ class DraftGraphs:
         """`hidden_size` and `dtype` are those of the target's hidden states; `name` is the drafter's, among several."""
         self.table, self._name = table, name
         self._graphs, self._recorded = graphs, recorded
-        self._width = width = 1 + drafter.max_draft_tokens
-        self._buckets = draft_row_buckets(max_rows, width)
-        rows, size = max(self._buckets, default=0), hidden_size * len(drafter.aux_hidden_state_layers)
+        self._max_nodes = 1 + drafter.max_draft_tokens
+        self._buckets = draft_buckets(max_rows, self._max_nodes)
+        rows = max((bucket.rows for bucket in self._buckets), default=0)
+        tokens = max((bucket.num_tokens for bucket in self._buckets), default=0)
+        size = hidden_size * len(drafter.aux_hidden_state_layers)
         padding = torch.tensor([table.padding_slot, 0, 0]).to(table.device)  # slot, start, end
         self._padding = padding[:, None].repeat(1, rows)
         self._bounds = self._padding.clone()
-        self._states = torch.zeros(rows * width, size, dtype=dtype, device=table.device)
-        self._drafts = TreeBuffers(rows, width, table.device)
+        self._states = torch.zeros(tokens, size, dtype=dtype, device=table.device)
+        self._drafts = TreeBuffers(rows, self._max_nodes, table.device)
 
     @torch.inference_mode()
     def capture(self) -> None:
         """Capture all graphs, the largest first: then later ones find enough memory in the pool."""
-        for rows in reversed(self._buckets):
+        logger.info("capturing CUDA graphs of drafts in %d buckets", len(self._buckets))
+        for bucket in self._buckets:
             for is_sampled in (False, True):
-                self._graphs.capture(self._key(rows, is_sampled), partial(self._draft, rows, is_sampled))
+                self._graphs.capture(self._key(bucket, is_sampled), partial(self._draft, bucket, is_sampled))
 
     def replay(self, context: ProposeContext) -> Callable[[], DraftTree] | None:
         """`ProposeContext.replay` for a step; None if no graph fits it, or if it is one of another request table."""
-        if context.table is not self.table:
+        if context.table is not self.table or context.unfinished or not context.requests:
             return None
-        lengths = [request.end - request.start for request in context.requests]
-        fits = lengths and not context.unfinished and max(lengths) <= 1 + self._drafts.max_depth
-        rows = next((rows for rows in self._buckets if rows >= len(lengths)), None) if fits else None
-        return None if rows is None else partial(self._replay, context, rows, lengths)
+        longest = max(request.end - request.start for request in context.requests)
+        if longest > 1 + self._drafts.max_depth:  # a deeper tree of another drafter was accepted
+            return None
+        most = max(limit.num_tokens for limit in context.draft_limits)
+        bucket = smallest_bucket(self._buckets, len(context.requests), longest, min(1 + most, self._max_nodes))
+        return None if bucket is None else partial(self._replay, context, bucket)
 
-    def _replay(self, context: ProposeContext, rows: int, lengths: list[int]) -> DraftTree:
-        self._load(context, rows)
-        states = (context.table.states[request.slot].sampling for request in context.requests)
-        self._graphs.replay(self._key(rows, any(state.is_sampled for state in states)))
-        return self._drafts.trees(len(lengths))
+    def _replay(self, context: ProposeContext, bucket: Bucket) -> DraftTree:
+        self._load(context, bucket.rows)
+        self._graphs.replay(self._key(bucket, any(context.are_sampled(context.requests))))
+        return self._drafts.trees(len(context.requests))
 
     def _load(self, context: ProposeContext, rows: int) -> None:
         """What a graph of `rows` rows reads, without waiting for the device. Rows behind the requests are padding."""
@@ -74,17 +81,17 @@ class DraftGraphs:
         if (states := context.aux_hidden_states) is not None and self._states.shape[1]:
             self._states[: len(states)].copy_(states)
 
-    def _key(self, rows: int, is_sampled: bool) -> Hashable:
-        return "draft", rows, is_sampled, self._name
+    def _key(self, bucket: Bucket, is_sampled: bool) -> Hashable:
+        return "draft", bucket, is_sampled, self._name
 
-    def _draft(self, rows: int, is_sampled: bool) -> None:
-        slots, starts, ends = self._bounds[:, :rows]
+    def _draft(self, bucket: Bucket, is_sampled: bool) -> None:
+        slots, starts, ends = self._bounds[:, : bucket.rows]
         counts = ends - starts
-        row, depth = (torch.arange(size, device=slots.device) for size in (rows, self._width))
+        row, depth = (torch.arange(size, device=slots.device) for size in bucket)
         # Places in each row's part of the states, which here lie one behind the other.
-        nodes = (counts.cumsum(0) - counts - row * self._width)[:, None] + depth
-        states = self._states[: rows * self._width]
-        padded = PaddedRows(self.table, slots, counts, nodes, states, is_sampled, num_drafts=self._width - 1)
+        nodes = (counts.cumsum(0) - counts - row * bucket.nodes)[:, None] + depth
+        states = self._states[: bucket.num_tokens]
+        padded = PaddedRows(self.table, slots, counts, nodes, states, is_sampled, num_drafts=bucket.nodes - 1)
         self._drafts.put(self._recorded.draft(padded))
 
 

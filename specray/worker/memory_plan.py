@@ -28,7 +28,7 @@ from specray.models.weights import WeightReader
 from specray.ops.attention import row_bytes
 from specray.spec_decode import method_of, splits_draft_models
 from specray.spec_decode.draft_setup import wanted_quantization
-from specray.worker.buckets import buckets, draft_row_buckets
+from specray.worker.buckets import buckets, draft_buckets
 from specray.worker.memory import memory_fraction, weight_options
 from specray.worker.remote_drafter.handshake import DraftPlacement
 from specray.worker.remote_drafter.ring import ring_bytes
@@ -291,9 +291,11 @@ def _drafts(config: EngineConfig, shape: ModelShape, width: int, dtype: torch.dt
     step = StepSize(tokens, rows * siblings, width, shape.vocab_size, dtype.itemsize)
     total = 0 if is_inline else step.num_bytes
     if not config.disable_cuda_graph:
-        captured = draft_row_buckets(_graph_rows(config), nodes)
-        most = 0 if is_inline else max(captured, default=0)
-        largest = step._replace(num_tokens=most * nodes, num_sampled=most * siblings)
+        captured = draft_buckets(_graph_rows(config), nodes)
+        beside = [] if is_inline else captured
+        most_tokens = max((bucket.num_tokens for bucket in beside), default=0)
+        most_rows = max((bucket.rows for bucket in beside), default=0)
+        largest = step._replace(num_tokens=most_tokens, num_sampled=most_rows * siblings)
         total += graph_bytes(2 * len(captured) * len(members), largest)
     return total
 

@@ -10,8 +10,9 @@ from specray.outputs import Completion
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.inline_drafts import InlineDrafts
 from specray.spec_decode.pending_trees import TakenTrees
-from specray.step import StepPlan
+from specray.step import UNLIMITED, DraftLimit, StepPlan
 from specray.testing.conformance import GREEDY, PROMPTS, SAMPLED, require_equal
+from specray.worker.buckets import Bucket
 from specray.worker.remote_drafter import source
 from tests.support.colocated import Colocated, worker_of
 from tests.support.decoders import write_decoder
@@ -176,6 +177,29 @@ def test_a_drafter_of_another_process_drafts_in_graphs(
     require_equal(found[1], found[0])
     assert [choice.usage for choice in found[0]] == [choice.usage for choice in found[1]]
     assert {kind for kind, *_ in graphs[1].replayed} == {"draft"}
+
+
+def test_a_drafter_of_another_process_runs_as_many_levels_as_limits_allow(
+    toy: Path, tmp_path: Path, graphs: list[RecordedGraphs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chain of seven of which three are wanted, then all. At the end of a request, fewer follow a long path."""
+    wait_long(monkeypatch)
+    prompts = [[0, *range(5, 35)]]  # longer than a tree, so that no graph reads it
+    plain = generate(toy, prompts, SAMPLED[:1], disable_cuda_graph=True)
+    options = {"speculative": eagle(3, shape=(7, 1, 8))(toy, tmp_path), **ONE_PLAN}
+    with make_llm(toy, max_running_requests=1, **options) as llm:
+        colocated = Colocated(llm, tmp_path)
+        colocated.start()
+        recorded = graphs[-1]
+        for limit, nodes in ((DraftLimit(3, 3), {4}), (UNLIMITED, {4, 8})):
+            recorded.replayed.clear()
+            found = llm.generate(prompts, SAMPLED[:1], draft_limits=[limit])
+            require_equal([each.choices[0] for each in found], plain)
+            drafted = {key[1].nodes for key in recorded.replayed if key[0] == "draft"}  # type: ignore[index]
+            assert drafted == nodes
+        colocated.close()
+    few, many = (recorded.num_launches(("draft", Bucket(1, nodes), False, "")) for nodes in (4, 8))
+    assert few < 0.6 * many
 
 
 def test_steps_of_more_requests_than_cuda_graph_max_bs_have_no_graph(toy: Path, graphs: list[RecordedGraphs]) -> None:

@@ -16,6 +16,8 @@ from specray.worker.decode_graphs import DecodeGraphs
         (1, 1, 7, Bucket(1, 8)),  # its graph drafts as many nodes as it has
         (3, 8, 3, Bucket(4, 8)),
         (64, 4, 3, Bucket(64, 4)),
+        (64, 3, 2, Bucket(64, 3)),  # a chain of 2 pays in large batches only
+        (16, 3, 2, Bucket(16, 4)),
         (200, 1, 7, Bucket(200, 1)),  # no bucket has so many rows of 8 nodes
         (200, 8, 7, None),
     ],
