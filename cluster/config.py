@@ -54,6 +54,11 @@ class DraftConfig(Options):
                 f"draft.cuda_ipc needs a drafter on rank 0's GPU in its own process, and draft.placement="
                 f"{self.placement}; set draft.placement: colocated, or cuda_ipc: false"
             )
+        if self.cuda_ipc and self.mps == "off":
+            raise ConfigError(
+                "draft.cuda_ipc has no effect with draft.mps=off: a target that waits for trees would hold the GPU; "
+                "set mps: auto, or cuda_ipc: false"
+            )
         return self
 
 

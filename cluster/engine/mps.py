@@ -78,7 +78,9 @@ class MpsDaemon:
 
         Returns IN_USE, or why it does not run. CUDA then works without it.
         """
-        assert all(gpu.startswith(("GPU-", "MIG-")) for gpu in gpus), gpus
+        if not all(gpu.startswith(("GPU-", "MIG-")) for gpu in gpus):
+            logger.error("MPS is not used: %s gave no UUIDs of the GPUs %s", NVIDIA_SMI, ", ".join(gpus))
+            return f"{NVIDIA_SMI} gave no UUIDs"
         environment = (
             os.environ | self.environment | {LOG_FOLDER: str(self._log), "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
         )

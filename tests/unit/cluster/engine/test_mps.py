@@ -99,6 +99,12 @@ def test_an_engine_runs_without_a_daemon_that_does_not_start(
     assert fake.commands == []
 
 
+def test_an_engine_runs_without_a_daemon_if_its_gpus_have_no_uuids(fake: FakeMps, tmp_path: Path) -> None:
+    with contextlib.closing(MpsDaemon(tmp_path)) as daemon:
+        assert daemon.start(["0", UUIDS[1]]) == "nvidia-smi gave no UUIDs"
+    assert fake.commands == []
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
