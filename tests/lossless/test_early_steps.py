@@ -16,9 +16,12 @@ from specray.engine.executor import Capacity
 from specray.engine.request import EngineRequest
 from specray.models.tokenizer import load_tokenizer
 from specray.sampling_params import SamplingParams
+from specray.spec_decode.draft_tree import DraftTree
 from specray.step import StepPlan, StepResult
 from specray.step_wire import pack, unpack_result
 from specray.testing.conformance import PROMPTS, SAMPLED, require_equal
+from specray.worker.remote_drafter import source
+from specray.worker.remote_drafter.device_trees import DeviceTrees
 from specray.worker.startup import start_worker
 from specray.worker.step_loop import StepLoop
 from specray.worker.step_output import CopiedOutcome
@@ -174,32 +177,74 @@ def ready(connection: socket.socket) -> bool:
     return Channel(connection, EPOCH).poll(0.0)
 
 
-@pytest.mark.parametrize("uses_cuda_ipc", [False, True], ids=["socket", "memory"])
-def test_the_host_reads_nothing_between_an_outcome_and_the_next_launch_with_a_drafter_in_another_process(
-    uses_cuda_ipc: bool, toy: Path, tmp_path: Path, begun: Counter[tuple[bool, bool]]
-) -> None:
-    """It drafts after the outcome, whose tokens it is sent. Its trees are known to the host, or the device waits."""
-    config = EngineConfig(
+def colocated_config(toy: Path, folder: Path, num_requests: int) -> EngineConfig:
+    return EngineConfig(
         model=str(toy),
         dtype="float32",
         device="cpu",
         num_threads=1,
         max_total_tokens=1024,
-        max_running_requests=1,
-        speculative=METHODS["EAGLE3"](toy, tmp_path),
+        max_running_requests=num_requests,
+        speculative=METHODS["EAGLE3"](toy, folder),
     )
+
+
+def engine_of(worker: Worker, config: EngineConfig) -> Engine:
+    """An engine in this process over a worker whose drafter is connected."""
+    worker.capacity = worker.capacity._replace(max_draft_tokens=worker.drafts.max_draft_tokens)
+    return Engine(config, StepLoop(worker), load_tokenizer(Path(config.model)).backend_tokenizer)
+
+
+def tokens_of(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:
+    tokens: dict[str, list[int]] = {str(place): [] for place in range(len(prompts))}
+    for place, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
+        engine.add_request(EngineRequest(str(place), prompt, each))
+    while engine.has_work:
+        for output in engine.step():
+            tokens[output.request_id].extend(output.token_ids)
+    return list(tokens.values())
+
+
+@pytest.mark.parametrize("uses_cuda_ipc", [False, True], ids=["socket", "memory"])
+def test_the_host_reads_nothing_between_an_outcome_and_the_next_launch_with_a_drafter_in_another_process(
+    uses_cuda_ipc: bool, toy: Path, tmp_path: Path, begun: Counter[tuple[bool, bool]]
+) -> None:
+    """It drafts after the outcome, whose tokens it is sent. Its trees are known to the host, or the device waits."""
+    config = colocated_config(toy, tmp_path, 1)
     params = SamplingParams(temperature=0.0, seed=0, max_tokens=30, ignore_eos=True)
     [plain] = generate(toy, [[5, 6, 7]], params, disable_cuda_graph=True)
     with fake_ipc(), colocated_worker(config, tmp_path, uses_cuda_ipc) as worker:
         begun.clear()
-        executor = StepLoop(worker)
-        worker.capacity = worker.capacity._replace(max_draft_tokens=worker.drafts.max_draft_tokens)
-        engine = Engine(config, executor, load_tokenizer(toy).backend_tokenizer)
-        engine.add_request(EngineRequest("r", [5, 6, 7], params))
-        tokens: list[int] = []
+        engine = engine_of(worker, config)
         with host_events() as events:
-            while engine.has_work:
-                tokens += [token for output in engine.step() for token in output.token_ids]
+            [tokens] = tokens_of(engine, [[5, 6, 7]], [params])
     assert tokens == plain.token_ids
     assert begun[False, True] > 5, begun
     assert launches_in(events).without_reads >= begun[False, True] - 1, events
+
+
+def test_trees_that_the_device_waits_for_in_vain_do_not_change_the_output(
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: Counter[tuple[bool, bool]]
+) -> None:
+    """Some never come, and some have an earlier order's number; the steps are launched before the host knows."""
+    plain = generate(toy, PROMPTS[SOME], SAMPLED[SOME], disable_cuda_graph=True, disable_overlap_schedule=True)
+    put = DeviceTrees.put
+
+    def put_some(trees: DeviceTrees, region: int, number: int, tree: DraftTree | None) -> None:
+        if number % 8 != 3:
+            put(trees, region, number - (number % 8 == 7), tree)
+
+    monkeypatch.setattr(source, "LEAST_WAIT_S", 0.1)
+    monkeypatch.setattr(source, "LATE_FACTOR", 0.0)
+    monkeypatch.setattr(source, "FROZEN_S", 60.0)
+    config = colocated_config(toy, tmp_path, 2)
+    with fake_ipc(), colocated_worker(config, tmp_path, uses_cuda_ipc=True) as worker:
+        begun.clear()
+        monkeypatch.setattr(DeviceTrees, "put", put_some)
+        engine = engine_of(worker, config)
+        found = tokens_of(engine, PROMPTS[SOME], SAMPLED[SOME])
+    assert found == [choice.token_ids for choice in plain]
+    assert begun[False, True] > 10, begun
+    assert engine.stats.values["specray_late_drafts_total"] > 2
+    assert engine.stats.values["specray_spec_decode_num_draft_tokens_total"] > 10
+    assert not any(engine.stats.labelled["specray_draft_faults_total"].values())
