@@ -81,7 +81,7 @@ def recorded(llm: LLM) -> Recorded:
 
 # Other shapes of trees cross the channel alike, however their prompts were read.
 CASES = [(method, options, False) for method in METHODS for options in (RUNS if method in KINDS else ["chunks"])]
-CASES += [(method, "preemption", True) for method in KINDS]
+CASES += [(method, "preemption", True) for method in ("EAGLE3", "MTP-deepseek", "NGRAM", "SEVERAL")]
 
 
 @pytest.mark.parametrize(("method", "options", "uses_cuda_ipc"), CASES)
@@ -324,6 +324,25 @@ def test_a_late_drafter_is_used_again(toy: Path, tmp_path: Path, monkeypatch: py
             llm.generate(PROMPTS[:1], SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True))
         colocated.close()
         assert faults_of(llm) == {"late": 1}
+
+
+@pytest.mark.parametrize("uses_cuda_ipc", [False, True], ids=["socket", "memory"])
+def test_a_drafter_that_is_slower_than_plain_steps_is_used_again(
+    uses_cuda_ipc: bool, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise it would have orders of steps that are over for ever."""
+
+    def slow(drafter: BrokenDrafter) -> None:
+        time.sleep(1.0 if drafter._num_proposals == 2 else 0.03)
+
+    set_timeouts(monkeypatch, {"LEAST_WAIT_S": 0.5})
+    with make_llm(toy, speculative=METHODS["NGRAM"](toy, tmp_path), page_size=4) as llm:
+        colocated = Colocated(llm, tmp_path, uses_cuda_ipc)
+        colocated.start(BrokenDrafter(Fault("late", draft=slow), lambda: None))
+        llm.generate(PROMPTS[:1], SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True))
+        assert faults_of(llm).keys() == {"late"}
+        assert llm.engine.stats.values["specray_spec_decode_num_draft_tokens_total"] > 20
+        colocated.close()
 
 
 # In memory that both share: the drafter that breaks, and what the target notices.

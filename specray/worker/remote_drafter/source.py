@@ -303,13 +303,16 @@ class _Peer:
         self._recent: deque[float] = deque(maxlen=32)  # seconds of the last replies
         self._numbers = numbers
         self.is_late = False  # the trees of the last order
+        self._catches_up = False  # until it has replied to all orders
 
     def submit(self, context: ProposeContext) -> None:
         self._awaited = None
         self._check_frozen()
         states, room = context.aux_hidden_states, self._ring.num_tokens
+        # A drafter that is slower than steps without drafts catches up only if it gets no orders meanwhile.
+        self._catches_up |= not self._free
         # Too far behind, or paths that are longer than this drafter's; DraftRequest.start shows it what it has missed.
-        if not self._free or (states is not None and len(states) > room):
+        if self._catches_up or (states is not None and len(states) > room):
             self._encoder.skip(context)
             return
         region = self._free.popleft()
@@ -340,7 +343,7 @@ class _Peer:
                 self.is_late = True
                 self.report_late()
             is_broken |= self._receive(data, pending)
-        self.is_late = False
+        self.is_late = self._catches_up = False
         return is_broken
 
     def await_trees(self, pending: PendingTrees) -> HostCopy | None:
