@@ -1,14 +1,15 @@
 """One tree from several sources: the drafter's tree, n-grams of three kinds of text, and a predicted output.
 
-The trees are merged by path (`tree_merge`); the most probable nodes are verified. Each source has one calibration for
-all requests, and one for each request, which starts from it. They count how often the text followed its nodes, verified
-or not. They depend on texts and scores that are equal on all ranks, so all ranks build equal trees. The scores of
-merged trees are calibrated probabilities, from which `draft_budget` chooses how many nodes to verify.
+The trees are merged by path (`tree_merge`); the most probable nodes are verified. Each source has one calibration,
+which counts how often the text followed its nodes, verified or not. It depends on texts and scores that are equal on
+all ranks, so all ranks build equal trees. The scores of merged trees are calibrated probabilities, from which
+`draft_budget` chooses how many nodes to verify.
 
 The drafter sees every step, but proposes nothing where the other sources are so probable that its tree would not pay.
 """
 
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,11 +29,11 @@ from specray.spec_decode.prediction import Prediction
 from specray.spec_decode.propose_context import ProposeContext
 from specray.spec_decode.request_state import RequestState
 from specray.spec_decode.tree_edits import replace_trees
-from specray.spec_decode.tree_merge import Calibration, Proposal, Rate, ScoredLists, merge, observe
+from specray.spec_decode.tree_merge import Calibration, Proposal, Rate, Record, ScoredLists, merge
 from specray.step import WARM_UP_SALT
 
 DRAFTER, PREDICTION, TEXTS = "drafter", "prediction", ("own text", "finished texts", "corpora")
-GROWTH_COST = 0.2  # a step's additional time for the drafter's trees, by heads of the configurations in configs/
+GROWTH_COST = 0.15  # a step's additional time for the drafter's trees, by heads of the configurations in configs/
 _FIRST_GAIN = 2.0  # tokens that a tree of the drafter brings before any was seen
 _GAIN_FORGOTTEN = 1024  # steps without the drafter's trees, after which they are expected to bring as many again
 MEMORY_TREES = 64  # of the drafter, for what one usually brings
@@ -102,10 +103,10 @@ class PredictionSource:
 
 
 @dataclass(slots=True)
-class _RequestChances:
+class _RunningRequest:
     """What is known of a running request."""
 
-    calibrations: dict[str, Calibration] = field(default_factory=dict)
+    records: defaultdict[str, Record] = field(default_factory=lambda: defaultdict(Record))  # by source
     proposals: list[Proposal] = field(default_factory=list)  # whose text is not known yet
     num_known: int = 0  # tokens up to their roots
 
@@ -120,7 +121,7 @@ class MergedDrafter:
         self.drafter = drafter
         self._sources = sources
         self._calibrations: dict[tuple[str, bool], Calibration] = {}  # by source and whether requests are sampled
-        self._requests: dict[int, _RequestChances] = {}  # by slot
+        self._requests: dict[int, _RunningRequest] = {}  # by slot
         self._usual_gain = _FIRST_GAIN  # tokens that a tree of the drafter is expected to bring
         # Without n-grams only requests with a prediction have merged trees: with scores if all others have them.
         self._gives_scores = any(isinstance(source, NgramSource) for source in sources)
@@ -165,7 +166,7 @@ class MergedDrafter:
 
     def _proposals(self, state: RequestState) -> list[Proposal]:
         """Those of the other sources for a request."""
-        self._requests.setdefault(state.slot, _RequestChances())
+        self._requests.setdefault(state.slot, _RunningRequest())
         rate_of = partial(self._rate_of, state)
         return [each for source in self._sources for each in source.propose(state, rate_of, self.max_draft_tokens)]
 
@@ -193,18 +194,12 @@ class MergedDrafter:
         if known is None or state.cache_salt == WARM_UP_SALT or not (text := state.token_ids[known.num_known :]):
             return
         for proposal in known.proposals:
-            of_all = self._calibration(state, proposal.source)
-            observe(proposal, text, (of_all, self._own_calibration(state, proposal.source)))
+            record = known.records[proposal.source]
+            self._calibration(state, proposal.source).observe(proposal, text, record)
         known.proposals = []
 
     def _rate_of(self, state: RequestState, source: str) -> Rate:
-        return self._own_calibration(state, source).rate
-
-    def _own_calibration(self, state: RequestState, source: str) -> Calibration:
-        own = self._requests[state.slot].calibrations
-        if source not in own:
-            own[source] = Calibration(self._calibration(state, source).rate)
-        return own[source]
+        return self._calibration(state, source).rate_of(self._requests[state.slot].records[source])
 
     def _calibration(self, state: RequestState, source: str) -> Calibration:
         key = source, state.sampling.is_sampled

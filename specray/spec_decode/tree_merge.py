@@ -1,8 +1,9 @@
 """One draft tree from the trees of several sources, and how often each source is right. Pure functions and tables.
 
 A source assigns each node of its tree to a class, its `evidence`, for example by the length of an n-gram's match.
-`Calibration` counts, by class, how often nodes followed their parents in real text. Nodes with equal paths in several
-trees become one node, with the highest rate of its sources.
+`Calibration` counts, by class, how often nodes followed their parents in real text. It tells requests apart by their
+`Record`, because equal matches are right far more often in a text that is being repeated than in any other. Nodes with
+equal paths in several trees become one node, with the highest rate of its sources.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,8 +14,10 @@ from typing import NamedTuple
 from specray.spec_decode.draft_tree import NONE, ROOT, TreeLists
 
 LEAST_SURVIVAL = 0.01  # less likely nodes are never worth a row of a forward; see draft_budget.auto.LEAST_GAIN
-MEMORY_NODES = 512  # of one evidence; older ones count less
+MEMORY_NODES = 512  # of one class; older ones count less
 PRIOR_NODES = 4.0  # as many nodes are assumed to have been as the prior says
+MEMORY_LEVELS = 16  # of a record; older ones count less
+NUM_RECORDS = 6  # classes of records
 
 Rate = Callable[[int], float]  # evidence -> how often such nodes follow their parents
 
@@ -34,23 +37,60 @@ class ScoredLists(NamedTuple):
     scores: list[float]
 
 
+class Record:
+    """How often one request's text lately followed a source, where this had proposed anything."""
+
+    def __init__(self) -> None:
+        self._share = 0.5  # nothing is known yet
+
+    @property
+    def level(self) -> int:
+        """The class: 0 (never) to NUM_RECORDS - 1 (always)."""
+        return min(NUM_RECORDS - 1, int(NUM_RECORDS * self._share))
+
+    def observe(self, follows: bool) -> None:
+        """Count a level of a tree."""
+        self._share += (follows - self._share) / MEMORY_LEVELS
+
+
 class Calibration:
-    """How often nodes follow their parents, by evidence; `prior` holds until they were seen."""
+    """How often nodes of a source follow their parents, by record and evidence; `prior` holds until they were seen."""
 
     def __init__(self, prior: Rate) -> None:
         self._prior = prior
-        self._seen: dict[int, float] = {}
-        self._followed: dict[int, float] = {}
+        self._seen: dict[tuple[int, int], float] = {}
+        self._followed: dict[tuple[int, int], float] = {}
 
-    def rate(self, evidence: int) -> float:
-        seen, followed = self._seen.get(evidence, 0.0), self._followed.get(evidence, 0.0)
-        return (followed + PRIOR_NODES * self._prior(evidence)) / (seen + PRIOR_NODES)
+    def rate_of(self, record: Record) -> Rate:
+        """The rates for a request, until its record changes."""
+        level = record.level
 
-    def observe(self, evidence: int, follows: bool) -> None:
-        """Count a node whose parent was part of the text."""
+        def rate(evidence: int) -> float:
+            seen, followed = (counts.get((level, evidence), 0.0) for counts in (self._seen, self._followed))
+            return (followed + PRIOR_NODES * self._prior(evidence)) / (seen + PRIOR_NODES)
+
+        return rate
+
+    def observe(self, proposal: Proposal, text: Sequence[int], record: Record) -> None:
+        """Count the nodes of a request's tree along `text`, the tokens that followed its root."""
+        children, node, level = children_of(proposal.tree), ROOT, record.level
+        for token in text:
+            following = NONE
+            for child in children[node]:
+                follows = proposal.tree.tokens[child] == token
+                self._count((level, proposal.evidence[child]), follows)
+                if follows and following == NONE:
+                    following = child
+            if children[node]:
+                record.observe(following != NONE)
+            if following == NONE:
+                return
+            node = following
+
+    def _count(self, place: tuple[int, int], follows: bool) -> None:
         keep = 1 - 1 / MEMORY_NODES
-        self._seen[evidence] = keep * self._seen.get(evidence, 0.0) + 1
-        self._followed[evidence] = keep * self._followed.get(evidence, 0.0) + follows
+        self._seen[place] = keep * self._seen.get(place, 0.0) + 1
+        self._followed[place] = keep * self._followed.get(place, 0.0) + follows
 
 
 def merge(
@@ -89,22 +129,6 @@ def merge(
         scores.append(-negative)
         push_children(len(tokens) - 1, depth + 1, below)
     return ScoredLists(TreeLists(tokens, parents), scores)
-
-
-def observe(proposal: Proposal, text: Sequence[int], calibrations: Sequence[Calibration]) -> None:
-    """Count the nodes of a tree along `text`, the tokens that followed its root."""
-    children, node = children_of(proposal.tree), ROOT
-    for token in text:
-        following = NONE
-        for child in children[node]:
-            follows = proposal.tree.tokens[child] == token
-            for calibration in calibrations:
-                calibration.observe(proposal.evidence[child], follows)
-            if follows and following == NONE:
-                following = child
-        if following == NONE:
-            return
-        node = following
 
 
 def children_of(tree: TreeLists) -> list[list[int]]:

@@ -1,6 +1,7 @@
 """Trees of a drafter merged with n-grams and predicted outputs. The drafter still reads every step."""
 
 from collections.abc import Sequence
+from random import Random
 
 import pytest
 import torch
@@ -97,10 +98,10 @@ def test_a_drafter_that_brought_nothing_is_tried_again() -> None:
     drafter._usual_gain = 0.0
     assert paths(propose(drafter, [100])) == [(50,), (50, 50)], "nothing else drafts for it"
     drafter._usual_gain = 0.0
-    for _ in range(300):
+    for _ in range(200):
         propose(drafter, [1, 2, 3, 4, 1, 2])
         assert model.drafted[-1] == []
-    assert drafter._usual_gain > 0.4
+    assert drafter._usual_gain > 0.3
 
 
 def test_a_source_that_is_wrong_loses_its_place() -> None:
@@ -115,10 +116,10 @@ def test_a_source_that_is_wrong_loses_its_place() -> None:
 
 def test_scores_become_what_is_accepted() -> None:
     """Whatever the drafter says."""
-    drafter, text = merged(RecordingDrafter(scores=(0.9, 0.1))), [3]
-    for number in range(200):
+    drafter, text, random = merged(RecordingDrafter(scores=(0.9, 0.1))), [3], Random(0)
+    for number in range(400):
         tree = propose(drafter, text)
-        text += [50, 70 + number] if number % 4 == 0 else [400 + number]
+        text += [50, 70 + number] if random.random() < 0.25 else [500 + number]
     assert tree.scores is not None
     assert tree.scores[0].tolist()[1] == pytest.approx(0.25, abs=0.1)
 
