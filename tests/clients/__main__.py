@@ -10,7 +10,7 @@ from benchmarks.peers.environments import InstallError
 from cluster.config import AppConfig
 from specray.config import EMBEDDED_MODEL
 from tests.clients.environments import CLIENTS, Environment, environment_of
-from tests.clients.run import Report, use
+from tests.clients.run import Report, slowness, use
 from tests.support.local_server import local_server, served
 
 BUILD = Path(__file__).parents[2] / "build" / "clients"
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ):
         for name, environment in environments.items():
             _say(f"running {name}")
-            reports[name] = use(CLIENTS[name], environment, url, KEY)
+            reports[name] = use(CLIENTS[name], environment, url, KEY, slowness(url, KEY))
             _say(failures_of(name, reports[name]))
     print(table(reports, failures))
     return int(bool(failures) or any(report.failures or not report.outcomes for report in reports.values()))

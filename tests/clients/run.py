@@ -4,6 +4,8 @@ import json
 import os
 import re
 import subprocess
+import time
+import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +16,9 @@ from tests.clients.environments import Client, Environment
 
 PAGE = Path(__file__).parents[2] / "docs" / "clients.md"
 SERVER, NO_KEY = "http://127.0.0.1:8000", '"none"'  # in the page's examples
-TIMEOUT_S = 300.0
+TIMEOUT_S = 300.0  # of a script, where the server is not slow
+PROBE = {"messages": [{"role": "user", "content": "Count."}], "max_tokens": 64, "ignore_eos": True}
+PROBE_S = 2.0  # a server that answers PROBE later is slow: other work keeps the machine busy
 LANGUAGES = {"python": ".py", "javascript": ".mjs", "bash": ".sh"}
 
 
@@ -34,19 +38,31 @@ class Report(NamedTuple):
         return [outcome for outcome in self.outcomes if outcome.error is not None]
 
 
-def use(client: Client, environment: Environment, url: str, key: str) -> Report:
+def slowness(url: str, key: str) -> float:
+    """How many times PROBE_S the server takes now, or 1: what time limits are multiplied by."""
+    headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
+    request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(PROBE).encode(), headers)
+    start = time.monotonic()
+    with urllib.request.urlopen(request) as reply:
+        reply.read()
+    return max(1.0, (time.monotonic() - start) / PROBE_S)
+
+
+def use(client: Client, environment: Environment, url: str, key: str, slowness: float = 1.0) -> Report:
     """Run everything that uses a client against the server at `url`."""
+    timeout_s = TIMEOUT_S * slowness
     variables = {"SPECRAY_URL": url, "SPECRAY_KEY": key, "OPENAI_API_KEY": key, "ANTHROPIC_API_KEY": key}
     variables["SPECRAY_TOKENIZER"] = str(resolve_model(EMBEDDED_MODEL, None, "auto", progress=False))
+    variables["SPECRAY_TIMEOUT_S"] = f"{timeout_s:g}"
     variables["HF_HUB_OFFLINE"] = "1"  # without it, benchmarks look for the folder's name on the hub, with retries
-    finished = _start(environment, client.path, variables)
+    finished = _start(environment, client.path, variables, timeout_s)
     version, outcomes = parsed(finished.stdout)
     if finished.returncode:
         outcomes.append(Outcome("the script itself", finished.stderr[-4000:] or f"status {finished.returncode}"))
     for name, script in examples(PAGE.read_text(encoding="utf-8"), client.name):
         path = environment.folder / f"example{script.suffix}"
         path.write_text(script.text.replace(SERVER, url).replace(NO_KEY, json.dumps(key)), encoding="utf-8")
-        ended = _start(environment, path, variables)
+        ended = _start(environment, path, variables, timeout_s)
         outcomes.append(Outcome(name, (ended.stdout + ended.stderr)[-4000:] if ended.returncode else None))
     return Report(version, outcomes)
 
@@ -77,7 +93,9 @@ def examples(page: str, client: str) -> Iterator[tuple[str, Script]]:
         yield f"example {number} of docs/clients.md", program
 
 
-def _start(environment: Environment, script: Path, variables: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+def _start(
+    environment: Environment, script: Path, variables: Mapping[str, str], timeout_s: float
+) -> subprocess.CompletedProcess[str]:
     names = ("PATH", "LANG", "TMPDIR", "SSL_CERT_FILE")
     own = {name: os.environ[name] for name in names if name in os.environ} | {"HOME": str(environment.folder)}
     if environment.commands is not None:
@@ -92,8 +110,8 @@ def _start(environment: Environment, script: Path, variables: Mapping[str, str])
             capture_output=True,
             text=True,
             check=False,
-            timeout=TIMEOUT_S,
+            timeout=timeout_s,
         )
     except subprocess.TimeoutExpired as error:
         output = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
-        return subprocess.CompletedProcess(command, 1, output, f"not finished after {TIMEOUT_S:g} s")
+        return subprocess.CompletedProcess(command, 1, output, f"not finished after {timeout_s:g} s")

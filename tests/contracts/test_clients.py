@@ -6,13 +6,16 @@ SPECRAY_CLIENTS=1 installs the clients and runs them, which takes minutes.
 import json
 import os
 import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 
 from tests.clients import __main__ as command
 from tests.clients.environments import CLIENTS, INSTALLED, Client, Environment, environment_of
-from tests.clients.run import PAGE, Outcome, Report, examples, parsed, use
+from tests.clients.run import PAGE, PROBE, Outcome, Report, examples, parsed, slowness, use
 
 PACKAGES = {
     "openai-python": "openai",
@@ -81,6 +84,38 @@ def test_a_script_that_breaks_is_a_failure(tmp_path: Path) -> None:
     client = Client("no-such-client", str(tmp_path / "script.py"))
     report = use(client, Environment(tmp_path, Path(sys.executable)), "http://127.0.0.1:9", "key")
     assert report == Report("1.0", [Outcome("the script itself", "no such package\n")])
+
+
+def test_time_limits_follow_the_speed_of_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.clients.run.TIMEOUT_S", 0.01)
+    (tmp_path / "script.py").write_text(
+        'import os\nprint(\'{"version": "\' + os.environ["SPECRAY_TIMEOUT_S"] + \'"}\')'
+    )
+    client, environment = (
+        Client("no-such-client", str(tmp_path / "script.py")),
+        Environment(tmp_path, Path(sys.executable)),
+    )
+    [outcome] = use(client, environment, "http://127.0.0.1:9", "key").outcomes
+    assert outcome == Outcome("the script itself", "not finished after 0.01 s")
+    assert use(client, environment, "http://127.0.0.1:9", "key", slowness=1e5) == Report("1000", [])
+
+
+def test_a_server_is_slow_if_it_answers_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Server(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            assert asked == PROBE
+            time.sleep(0.2)
+            self.send_response(200)
+            self.end_headers()
+
+    with HTTPServer(("127.0.0.1", 0), Server) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        assert slowness(url, "key") == 1.0
+        monkeypatch.setattr("tests.clients.run.PROBE_S", 0.001)
+        assert slowness(url, "key") >= 200
+        server.shutdown()
 
 
 def test_the_table_counts_whole_clients_only() -> None:

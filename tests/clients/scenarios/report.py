@@ -17,6 +17,7 @@ URL = os.environ.get("SPECRAY_URL", "http://127.0.0.1:8000")
 BASE_URL = f"{URL}/v1"
 KEY = os.environ.get("SPECRAY_KEY", "none")
 MODEL = "smollm2"
+TIMEOUT_S = os.environ.get("SPECRAY_TIMEOUT_S", "300")  # of the whole script
 TOKENIZER = os.environ.get("SPECRAY_TOKENIZER", MODEL)  # a folder: benchmarks count tokens
 WRONG_KEY = "sk-wrong"
 
@@ -63,7 +64,7 @@ def post(path: str, **body: Any) -> Any:
     """The server's own reply to a request, without any client."""
     headers = {"content-type": "application/json", "authorization": f"Bearer {KEY}"}
     request = urllib.request.Request(URL + path, json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=60) as reply:
+    with urllib.request.urlopen(request, timeout=float(TIMEOUT_S)) as reply:
         return json.load(reply)
 
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from importlib.metadata import version
 
-from report import BASE_URL, KEY, MODEL
+from report import BASE_URL, KEY, MODEL, TIMEOUT_S
 
 FORMATS = ("openai-chat", "open-responses", "anthropic")
 IMAGE = "images are refused with a 400"
@@ -27,7 +27,7 @@ REFUSED = {
 def results(api_format: str) -> list[dict]:
     command = [os.path.join(os.path.dirname(sys.executable), "llm-comply"), "--json", "--format", api_format]
     ended = subprocess.run(
-        [*command, "--base-url", BASE_URL, "--api-key", KEY, "--model", MODEL, "--timeout", "120"],
+        [*command, "--base-url", BASE_URL, "--api-key", KEY, "--model", MODEL, "--timeout", TIMEOUT_S],
         capture_output=True,
         text=True,
         check=False,
