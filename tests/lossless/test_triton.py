@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -70,9 +69,7 @@ def test_padded_steps_have_the_same_output(toy: Path, tmp_path: Path, interprete
 
 
 @pytest.mark.slow
-def test_deterministic_output_in_bfloat16_does_not_depend_on_drafts_the_batch_or_graphs(
-    interpreted: dict[str, Any],
-) -> None:
+def test_deterministic_output_in_bfloat16_does_not_depend_on_drafts_or_the_batch(interpreted: dict[str, Any]) -> None:
     found = interpreted["deterministic"]
     assert found["has_one_text"]
     assert found["together"] == found["alone"]
@@ -82,17 +79,13 @@ def main(toy: Path, folder: Path) -> None:
     torch.set_num_threads(1)
     patch_interpreter()
     found = {"float32": outputs(toy, folder, NAMES), "deterministic": deterministic(toy, folder)}
-    with in_graphs():
+    with mock.patch("specray.worker.startup.make_graphs", side_effect=lambda *_: GraphsAtOnce(RepeatedCall)):
         found["in graphs"] = outputs(toy, folder, IN_GRAPHS, max_running_requests=2)
     print(json.dumps(found))
 
 
-def in_graphs() -> AbstractContextManager[Any]:
-    return mock.patch("specray.worker.startup.make_graphs", side_effect=lambda *_: GraphsAtOnce(RepeatedCall))
-
-
 def deterministic(toy: Path, folder: Path) -> dict[str, Any]:
-    """Tokens of each request alone, and of all in one batch with drafts, in graphs."""
+    """Tokens of each request alone, and of all in one batch with drafts."""
     from specray.ops.gpu.attention import TritonAttention
 
     options = {"dtype": "bfloat16", "deterministic": True}
@@ -102,8 +95,7 @@ def deterministic(toy: Path, folder: Path) -> dict[str, Any]:
         has_one_text = llm._executor.capacity.has_one_text
         requests = zip(PROMPTS, PARAMS, strict=True)
         alone = [llm.generate([prompt], params)[0].choices[0].token_ids for prompt, params in requests]
-    with in_graphs():
-        [together] = outputs(toy, folder, ["EAGLE3"], max_running_requests=2, **options).values()
+    [together] = outputs(toy, folder, ["EAGLE3"], **options).values()
     return {"has_one_text": has_one_text, "alone": alone, "together": together}
 
 

@@ -36,13 +36,14 @@ def test_the_walk_is_that_of_torch(batch: VerifyInput) -> None:
     assert known(TRITON.verify(batch)) == known(TORCH.verify(batch))
 
 
-@given(inputs())
-@settings(max_examples=12)
-def test_trees_in_padded_rows_give_the_same_walk(batch: VerifyInput) -> None:
+@given(inputs(), st.sampled_from([torch.float32, torch.bfloat16]))
+@settings(max_examples=16)
+def test_trees_in_padded_rows_give_the_same_walk(batch: VerifyInput, dtype: torch.dtype) -> None:
     """As CUDA graphs hold them: a row of logits for every place, and requests without a node at the end."""
+    batch = batch._replace(logits=batch.logits.to(dtype))
     tree, count = batch.tree, len(batch.num_nodes)
     width = tree.tokens.shape[1]
-    padded = torch.full((count + 1, width, VOCAB_SIZE), torch.nan)
+    padded = torch.full((count + 1, width, VOCAB_SIZE), torch.nan, dtype=dtype)
     for row, (start, nodes) in enumerate(zip(batch.starts().tolist(), batch.num_nodes, strict=True)):
         padded[row, :nodes] = batch.logits[start : start + nodes]
     tokens, parents = (torch.cat((part, torch.full((1, width), NONE))) for part in (tree.tokens, tree.parents))
