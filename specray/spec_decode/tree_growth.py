@@ -43,7 +43,7 @@ class TreeModel(Protocol):
         """The states to go with the tokens that are drafted from `output`."""
 
     def logits(self, output: Tensor) -> Tensor:
-        """float32 [n, columns], those of this rank."""
+        """[n, columns] of any type of floats, those of this rank."""
 
 
 class TreeGrower:
