@@ -13,7 +13,8 @@ from typing import Any
 
 from specray.bench.exchange import exchange, request_bytes
 from specray.bench.ledger import Ending, Outcome
-from specray.bench.open_loop import GAUGES, Load, Report, at_quantile, idle_after, run
+from specray.bench.open_loop import GAUGES, Load, Report, at_quantile, idle_after
+from specray.bench.open_loop import run as run_load
 from specray.bench.plots import can_plot, save_load_plot
 from specray.bench.prompts import load_prompts
 from specray.cli.arguments import (
@@ -72,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_api_key(parser)
 
 
-def run_command(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     if options.plot is not None and not can_plot():
         raise ConfigError("--plot needs matplotlib; run `pip install 'specray[train]'`")
     report, idle_s = asyncio.run(_run(_load(options)))
@@ -171,7 +172,7 @@ async def _run(load: Load) -> tuple[Report, float | None]:
         raise ConfigError(f"no server answers at {load.url} ({asked.error}); start one, or correct --url")
     if asked.status == HTTPStatus.UNAUTHORIZED:
         raise ConfigError(f"{load.url} requires a key; set {KEY_VARIABLE} or --api-key to a valid one")
-    report = await run(load, progress=True)
+    report = await run_load(load, progress=True)
     says_whether_idle = GAUGES[0].encode() in asked.body
     return report, await idle_after(load.url, load.key) if says_whether_idle and not report.was_interrupted else None
 

@@ -65,47 +65,20 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"specray {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    chatting = commands.add_parser("chat", help="chat with a running server", description=chat.HELP)
-    chat.add_arguments(chatting)
-    chatting.set_defaults(run=chat.run)
-
-    benching = commands.add_parser("bench", help="compare drafting methods on this machine", description=bench.HELP)
-    bench.add_arguments(benching)
-    benching.set_defaults(run=bench.run)
-
-    loading = commands.add_parser("load", help="run a load test against a server", description=load.HELP)
-    load.add_arguments(loading)
-    loading.set_defaults(run=load.run_command)
-
-    tuning = commands.add_parser("tune", help="find the fastest draft tree size on this machine", description=tune.HELP)
-    tune.add_arguments(tuning)
-    tuning.set_defaults(run=tune.run)
-
-    replaying = commands.add_parser(
-        "replay", help="compute how other drafters would do on logged requests", description=replay.HELP
-    )
-    replay.add_arguments(replaying)
-    replaying.set_defaults(run=replay.run)
-
-    training = commands.add_parser(
-        "train", help="train a draft head or model, or make a token map", description=train.HELP
-    )
-    train.add_arguments(training)
-    training.set_defaults(run=train.run)
-
-    quoting = commands.add_parser("corpus", help="make a corpus of texts to draft from", description=corpus.HELP)
-    corpus.add_arguments(quoting)
-    quoting.set_defaults(run=corpus.run)
-
-    watching = commands.add_parser(
-        "dashboard", help="write the Grafana dashboard, or plot it from live data", description=dashboard.HELP
-    )
-    dashboard.add_arguments(watching)
-    watching.set_defaults(run=dashboard.run)
-
-    looking = commands.add_parser("status", help="monitor a running server", description=status.HELP)
-    status.add_arguments(looking)
-    looking.set_defaults(run=status.run)
+    for name, module, help in (
+        ("chat", chat, "chat with a running server"),
+        ("bench", bench, "compare drafting methods on this machine"),
+        ("load", load, "run a load test against a server"),
+        ("tune", tune, "find the fastest draft tree size on this machine"),
+        ("replay", replay, "compute how other drafters would do on logged requests"),
+        ("train", train, "train a draft head or model, or make a token map"),
+        ("corpus", corpus, "make a corpus of texts to draft from"),
+        ("dashboard", dashboard, "write the Grafana dashboard, or plot it from live data"),
+        ("status", status, "monitor a running server"),
+    ):
+        command = commands.add_parser(name, help=help, description=module.HELP)
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
 
     # Only for `specray --help`: `main` runs these commands before it parses arguments.
     commands.add_parser("serve", help="serve a model on Ray")
