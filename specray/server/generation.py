@@ -18,7 +18,7 @@ from specray.server.chat.protocol import ChatRequest
 from specray.server.chat.replies import ChatReply
 from specray.server.choices import PreparedPrompt, Truncation, seeded
 from specray.server.completions.protocol import CompletionRequest
-from specray.server.completions.replies import EchoedPrompt, completion_reply
+from specray.server.completions.replies import BestOfReply, CompletionReply, EchoedPrompt
 from specray.server.config import ServerConfig
 from specray.server.generate.protocol import GenerateRequest
 from specray.server.generate.replies import GenerateReply, choice_names
@@ -114,7 +114,8 @@ class GenerationEndpoints:
         echoed = await self._text_pool.run(tenant, _echoed, tokenization, body, token_ids, params) if body.echo else []
         tokens = with_token_ids(tokenization.token) if body.return_tokens_as_token_ids else tokenization.token
         make_text = partial(tokenization.text_stream, params)
-        reply = completion_reply(body, metadata, token_ids, params, tokens, make_text, echoed)
+        reply_class = BestOfReply if body.num_generated > body.num_choices else CompletionReply
+        reply = reply_class(body, metadata, token_ids, params, tokens, make_text, echoed)
         return await self._submitter.submit(body, tenant, prompts, metadata, reply, _headers(body), timeout_s)
 
     async def generate(self, body: GenerateRequest, tenant: str) -> Response:

@@ -9,7 +9,6 @@ from specray.outputs import Completion, RequestOutput, TokenLogprob
 from specray.sampling_params import SamplingParams
 from specray.server.completions.protocol import CompletionRequest
 from specray.server.replies import Json, OpenAIReply, ReplyMetadata, finite
-from specray.server.schemas.body import ReplyOptions
 from specray.server.tokenization import TokenTexts
 
 MakeText = Callable[[list[int]], TextStream]
@@ -33,17 +32,18 @@ class CompletionReply(OpenAIReply):
 
     def __init__(
         self,
+        body: CompletionRequest,
         metadata: ReplyMetadata,
         prompts: Sequence[list[int]],
         params: SamplingParams,
         tokens: TokenTexts,
-        options: ReplyOptions,
         make_text: MakeText,
-        echoed: Sequence[EchoedPrompt] = (),
+        echoed: Sequence[EchoedPrompt],
     ) -> None:
-        super().__init__(metadata, prompts, params, tokens, options)
+        super().__init__(metadata, prompts, params, tokens, body.reply_options)
         self._echoed = echoed
-        self._shows_logprobs = params.logprobs is not None
+        self._num_shown = body.num_choices
+        self._shows_logprobs = body.logprobs is not None  # `params` have them to rank choices, too
         self._scores_prompts = self._shows_logprobs and params.prompt_logprobs is not None
         self._make_text = make_text
         self._offsets = {choice.index: self._offsets_of(choice) for choice in self.choices if self._shows_logprobs}
@@ -146,20 +146,6 @@ def _starts(lengths: Sequence[int]) -> list[int]:
 class BestOfReply(CompletionReply):
     """A complete reply with the best of more choices, by mean log probability of their tokens, best first."""
 
-    def __init__(
-        self,
-        body: CompletionRequest,
-        metadata: ReplyMetadata,
-        prompts: Sequence[list[int]],
-        params: SamplingParams,
-        tokens: TokenTexts,
-        make_text: MakeText,
-        echoed: Sequence[EchoedPrompt],
-    ) -> None:
-        super().__init__(metadata, prompts, params, tokens, body.reply_options, make_text, echoed)
-        self._num_shown = body.num_choices
-        self._shows_logprobs = body.logprobs is not None
-
     def whole(self) -> Json:
         groups = [self.choices[first : first + self._n] for first in range(0, len(self.choices), self._n)]
         best = [
@@ -170,20 +156,6 @@ class BestOfReply(CompletionReply):
             for index, choice in enumerate(best)
         ]
         return self._metadata.fields(self.kind) | {"choices": choices, **self._totals()}
-
-
-def completion_reply(
-    body: CompletionRequest,
-    metadata: ReplyMetadata,
-    prompts: Sequence[list[int]],
-    params: SamplingParams,
-    tokens: TokenTexts,
-    make_text: MakeText,
-    echoed: Sequence[EchoedPrompt],
-) -> CompletionReply:
-    if body.num_generated > body.num_choices:
-        return BestOfReply(body, metadata, prompts, params, tokens, make_text, echoed)
-    return CompletionReply(metadata, prompts, params, tokens, body.reply_options, make_text, echoed)
 
 
 def _mean_logprob(choice: Completion) -> float:
