@@ -155,6 +155,10 @@ class RadixCache:
         for _ in range(min(num_blocks, self.num_idle)):
             self._evict_one()
 
+    def detach(self) -> None:
+        """Match none of the cached blocks any more. Requests that use them keep them, and then they are evicted."""
+        self._roots = {}
+
     def _keys(self, token_ids: Sequence[int]) -> Iterator[tuple[int, ...]]:
         if not self.enabled:
             return
@@ -173,7 +177,7 @@ class RadixCache:
         self.pool.free([node.block_id])
         self._forget(node)
         self._idle_leaves.offer(parent)
-        if parent.parent is None and not parent.children:
+        if not parent.children and self._roots.get(parent.namespace) is parent:
             del self._roots[parent.namespace]
 
     def _root(self, namespace: str) -> CacheNode:

@@ -185,12 +185,10 @@ class Scheduler:
             self._mixed_until = 0  # the next prompt delays no other request
 
     def forget_read(self) -> None:
-        """Count all computed tokens of the requests as missed: another drafter has taken over."""
+        """Another drafter has taken over: cached tokens are computed again for it, those of running requests not."""
+        self.cache.detach()
         for request in self.running:
-            request.acceptance.num_missed_tokens = request.num_computed_tokens
-        for request in self.waiting:
-            if request.num_preemptions:  # what is still cached of them
-                request.acceptance.num_missed_tokens = len(request.token_ids)
+            request.acceptance.is_new_to_drafter = True
 
     def _limit_prefill(self) -> tuple[int, int]:
         """The limits of this step. Few prompt tokens also follow the end of a request: its client may send the next."""
@@ -300,6 +298,7 @@ class Scheduler:
         request.num_computed_tokens = len(path) * self.block_size
         acceptance = request.acceptance  # what a preempted request computes again is read again
         acceptance.num_missed_tokens = min(acceptance.num_missed_tokens, request.num_computed_tokens)
+        acceptance.is_new_to_drafter = False
         if request.num_preemptions == 0:
             request.num_cached_tokens = request.num_computed_tokens
         request.slot = self._free_slots.pop()

@@ -9,10 +9,9 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +25,7 @@ from specray.sampling_params import SamplingParams
 from tests.support.heads import write_random_head
 from tests.support.mtp import write_mimo_layers
 from tests.support.networks import Network
-from tests.support.nodes import JOIN_ATTEMPTS, STORE_BYTES, Nodes, environment
+from tests.support.nodes import JOIN_ATTEMPTS, STORE_BYTES, Json, Nodes, environment
 from tests.support.processes import own_processes, wait_until
 
 GROUP_END_S = 5.0  # within which ranks of a broken group end
@@ -34,9 +33,10 @@ SLACK_S = 5.0  # for a busy machine
 REPLACEMENT_S = 90.0  # for an engine that starts again
 UNREACHABLE_END_S = 6.0  # within which unreachable ranks exit
 SMALL = {"max_total_tokens": 4096, "num_threads": 1, "dtype": "float32", "device": "cpu"}
-LONG = {"max_tokens": 250, "temperature": 0.8, "ignore_eos": True}
+LONG = {"max_tokens": 400, "temperature": 0.8, "ignore_eos": True}
 PROMPTS = [f"Story number {number}:" for number in range(6)]
 DRAFTERS = ("head", "layers")
+FIRST_OF_LAST = 300  # of the tokens that a stream gets after a fault
 
 # Three engines of two ranks, each of which takes a seat, and only the head can hold the ingress. So head and second
 # node have an engine each, and the third is across the head, with its router, and the far node. A draft actor is beside
@@ -78,10 +78,11 @@ def speculative(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> d
     layers = write_mimo_layers(folder / "layers", tiny_model)
     shape = {"num_steps": 2, "eagle_topk": 2, "num_draft_tokens": 5}
     return {
+        "budget": "static",  # auto would find that random drafters hardly pay, and draft in few steps
         "drafters": [
             {"name": "head", "algorithm": "EAGLE3", "draft_model_path": str(head), **shape},
             {"name": "layers", "algorithm": "MTP", "draft_model_path": str(layers), **shape},
-        ]
+        ],
     }
 
 
@@ -119,25 +120,45 @@ def far_node(network: Network, address: str) -> Iterator[None]:
 
 
 class Streams:
-    """A stream for each prompt; `texts` waits for all."""
+    """A stream for each prompt. All have been drafted for once this is constructed; `texts` waits for their ends."""
 
     def __init__(self, url: str, count: int) -> None:
         self._url = url
-        self._started = [threading.Event() for _ in range(count)]
+        self._usage: list[list[tuple[int, Json]]] = [[] for _ in range(count)]  # (tokens, drafts) after each chunk
         self._pool = ThreadPoolExecutor(count)
         self._texts = [self._pool.submit(self._write, number) for number in range(count)]
-        for number, started in enumerate(self._started):
-            assert started.wait(60), f"stream {number} has not started"
+        wait_until(lambda: self._are_drafted() or any(text.done() for text in self._texts), 60)
+        assert self._are_drafted(), f"no drafts: {[usage[-1:] for usage in self._usage]}"
 
     def texts(self) -> list[str]:
         texts = [text.result() for text in self._texts]
         self._pool.shutdown()
         return texts
 
+    def interrupt(self, fault: Callable[[], object]) -> None:
+        """Cause a fault while all streams have most of their tokens before them."""
+        self._failovers = num_failovers(self._url)
+        fault()
+        assert max(usage[-1][0] for usage in self._usage) < FIRST_OF_LAST, "the fault came too late"
+
+    def texts_after_fault(self) -> list[str]:
+        """The texts. Some streams continue on other engines, and all have drafts for their last tokens."""
+        texts = self.texts()
+        assert num_failovers(self._url) > self._failovers
+        for number, usage in enumerate(self._usage):
+            earlier = max(drafts["draft_tokens"] for tokens, drafts in usage if tokens < FIRST_OF_LAST)
+            drafts = usage[-1][1]
+            assert drafts["draft_tokens"] > earlier, f"no drafts for the last tokens of stream {number}: {drafts}"
+        return texts
+
+    def _are_drafted(self) -> bool:
+        return all(usage and usage[-1][1]["draft_tokens"] for usage in self._usage)
+
     def _write(self, number: int) -> str:
         """The complete text, or the error event."""
         drafter = {"speculative": {"drafter": DRAFTERS[number % len(DRAFTERS)]}}
-        body = {"prompt": PROMPTS[number], "seed": number, "stream": True, **LONG, **drafter}
+        usage = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+        body = {"prompt": PROMPTS[number], "seed": number, "stream": True, **LONG, **drafter, **usage}
         text = ""
         with httpx.stream("POST", f"{self._url}/v1/completions", json=body, timeout=120.0) as reply:
             for event in (line.removeprefix("data: ") for line in reply.iter_lines() if line):
@@ -145,9 +166,15 @@ class Streams:
                     return text
                 chunk = json.loads(event)
                 assert "error" not in chunk, chunk
-                text += chunk["choices"][0]["text"]
-                self._started[number].set()
+                text += "".join(choice["text"] for choice in chunk["choices"])
+                self._usage[number].append((chunk["usage"]["completion_tokens"], chunk["usage"]["speculative"]))
         raise AssertionError(f"the stream ended without an end event after {text!r}")
+
+
+def num_failovers(url: str) -> int:
+    """Requests that have continued on another engine."""
+    count: int = httpx.get(f"{url}/server_info", timeout=30.0).json()["num_failovers"]
+    return count
 
 
 def replicas(url: str, metric: str = "generation_tokens_total", labels: str = "") -> dict[str, float]:
@@ -191,9 +218,9 @@ def test_engines_on_several_nodes_give_the_same_text(nodes: Nodes, expected: lis
 def test_a_frozen_rank_on_another_node_is_killed_and_its_streams_continue(nodes: Nodes, expected: list[str]) -> None:
     frozen = remote_rank_pid()
     streams = Streams(nodes.url, len(PROMPTS))
-    os.kill(frozen, signal.SIGSTOP)
+    streams.interrupt(lambda: os.kill(frozen, signal.SIGSTOP))
     seconds_until_gone(frozen, GROUP_END_S + SLACK_S)
-    assert streams.texts() == expected
+    assert streams.texts_after_fault() == expected
 
 
 @pytest.mark.slow
@@ -205,13 +232,13 @@ def test_streams_survive_a_cut_link_and_unreachable_ranks_exit(
     wait_until(lambda: len(replicas(nodes.url)) == 3, REPLACEMENT_S)  # the frozen rank's engine starts again
     cut_off = [remote_rank_pid(), *own_processes("ray::WatchdogActor")]
     streams = Streams(nodes.url, len(PROMPTS))
-    network.cut()
+    streams.interrupt(network.cut)
     for pid in cut_off:
         seconds_until_gone(pid, UNREACHABLE_END_S + SLACK_S)
-    assert streams.texts() == expected
+    assert streams.texts_after_fault() == expected
 
 
 def test_streams_of_a_lost_node_continue_elsewhere(nodes: Nodes, expected: list[str]) -> None:
     streams = Streams(nodes.url, len(PROMPTS))
-    nodes.kill_second_node()
-    assert streams.texts() == expected
+    streams.interrupt(nodes.kill_second_node)
+    assert streams.texts_after_fault() == expected

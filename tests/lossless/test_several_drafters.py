@@ -184,26 +184,28 @@ def test_drafters_change_while_requests_run(toy: Path, tmp_path: Path, plain: di
     assert tokens == plain
 
 
-def test_a_new_process_has_read_nothing_of_running_requests(toy: Path, tmp_path: Path) -> None:
-    """Their drafts would say nothing good of it, and a budget would turn it off for all."""
+def test_a_new_process_has_read_nothing_of_running_requests_and_of_cached_prefixes(toy: Path, tmp_path: Path) -> None:
+    """Drafts of a running request say nothing good of it, and a prefix that it has not read would stay cached."""
     with make_llm(toy, speculative=configured(("EAGLE3", "NGRAM"), toy, tmp_path), page_size=4) as llm:
         remote = Colocated(llm, tmp_path)
         remote.start()
         params = SamplingParams(temperature=0.0, seed=1, max_tokens=40, ignore_eos=True)
-        before, after = (replace(request, params=params) for request in requests_for([])[:2])
-        llm.engine.add_request(before)
-        for _ in range(4):
-            llm.engine.step()
-        [running] = llm.engine.scheduler.running
-        assert running.acceptance.num_missed_tokens == 0
+        running = llm.engine.scheduler.running
+
+        def num_cached() -> int:
+            """Tokens of the same prompt in another request."""
+            llm.engine.add_request(EngineRequest(f"r{len(running)}", PROMPTS[0], params))
+            for _ in range(4):
+                llm.engine.step()
+            return running[-1].num_cached_tokens
+
+        assert [num_cached(), num_cached()] == [0, 4]
         remote.start()
-        llm.engine.add_request(after)
-        for _ in range(2):
+        while not running[1].acceptance.is_new_to_drafter:
             llm.engine.step()
-        counts = [request.acceptance.num_missed_tokens for request in llm.engine.scheduler.running]
-        assert counts[0] >= len(before.prompt_token_ids)
-        assert counts[1] == 0
-        llm.engine.abort([before.request_id, after.request_id])
+        assert [num_cached(), num_cached()] == [0, 4]
+        assert [request.acceptance.is_new_to_drafter for request in running] == [True, True, False, False]
+        llm.engine.abort([request.request_id for request in running])
         while llm.engine.has_work:
             llm.engine.step()
         remote.close()

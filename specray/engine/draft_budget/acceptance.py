@@ -43,6 +43,7 @@ class RequestAcceptance:
     expected: float = 0.0
     drafter: str = ""  # the one of several drafters that the request has: their averages differ
     num_missed_tokens: int = 0  # computed in steps after which the drafter was not called
+    is_new_to_drafter: bool = False  # a drafter that took over has read only what came since, and accepts less
     num_in_row: int = 0  # drafts accepted since the last rejected one
     num_last: int = 0  # drafts of the last tree that had any
     num_trees: int = 0  # trees with known scores
@@ -62,6 +63,11 @@ class RequestAcceptance:
     def is_caught_up(self) -> bool:
         """Whether a draft model has computed enough of this request to draft for it."""
         return self.num_missed_tokens <= MAX_MISSED_TOKENS
+
+    @property
+    def shows_drafter(self) -> bool:
+        """Whether its trees say something about those of other requests."""
+        return self.is_caught_up and not self.is_new_to_drafter
 
     @property
     def factor(self) -> float:
@@ -142,6 +148,24 @@ class ScoredTree(NamedTuple):
     accepted_nodes: Sequence[int]
 
 
+class _Nodes(NamedTuple):
+    """The drafts of several trees, one after the other."""
+
+    first: NDArray[np.int64]  # [trees + 1], of each tree, and the number of all
+    places: NDArray[np.int64]  # in their trees, from 0 on
+    classes: NDArray[np.int64]  # of their scores, by EDGES
+    are_verified: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, trees: Sequence[ScoredTree]) -> "_Nodes":
+        lengths = [len(tree.scores) for tree in trees]
+        first = np.cumsum([0, *lengths])
+        scores = np.fromiter(chain.from_iterable(tree.scores for tree in trees), np.float64, int(first[-1]))
+        classes = np.maximum(np.searchsorted(EDGES, scores, side="right") - 1, 0)
+        places = np.arange(len(scores)) - np.repeat(first[:-1], lengths)
+        return cls(first, places, classes, places < np.repeat([tree.num_verified for tree in trees], lengths))
+
+
 class ScoreAcceptance:
     """Acceptance by score, and the spread of scores by place in the tree; older trees count less."""
 
@@ -157,27 +181,28 @@ class ScoreAcceptance:
         """Nodes of the largest tree that was seen, without the root."""
         return len(self._spread)
 
-    def observe(self, trees: Sequence[ScoredTree]) -> list[float]:
-        """Count trees of one step; returns for each the number of nodes that were expected to be accepted.
+    def expected(self, trees: Sequence[ScoredTree]) -> list[float]:
+        """The number of nodes of each tree that are expected to be accepted.
 
         A step has up to hundreds of trees, and one numpy call for all takes hardly longer than one for each.
         """
-        lengths = [len(tree.scores) for tree in trees]
-        first = np.cumsum([0, *lengths])
-        scores = np.fromiter(chain.from_iterable(tree.scores for tree in trees), np.float64, int(first[-1]))
-        classes = np.maximum(np.searchsorted(EDGES, scores, side="right") - 1, 0)
-        places = np.arange(len(scores)) - np.repeat(first[:-1], lengths)
-        is_verified = places < np.repeat([tree.num_verified for tree in trees], lengths)
+        nodes = _Nodes.of(trees)
+        counts = np.cumsum([0.0, *np.where(nodes.are_verified, self.rates()[nodes.classes], 0.0)])[nodes.first]
+        return [float(end - start) for start, end in pairwise(counts)]
+
+    def observe(self, trees: Sequence[ScoredTree]) -> None:
+        """Count trees."""
+        nodes = _Nodes.of(trees)
         accepted = [
-            start + node - 1 for start, tree in zip(first[:-1], trees, strict=True) for node in tree.accepted_nodes
+            start + node - 1
+            for start, tree in zip(nodes.first[:-1], trees, strict=True)
+            for node in tree.accepted_nodes
         ]
-        expected = np.cumsum([0.0, *np.where(is_verified, self.rates()[classes], 0.0)])[first]
         keep = (1 - 1 / MEMORY_SCORED_TREES) ** len(trees)
-        self._verified = keep * self._verified + np.bincount(classes[is_verified], minlength=len(EDGES))
-        self._accepted = keep * self._accepted + np.bincount(classes[accepted], minlength=len(EDGES))
-        self._observe_spread(places, classes)
+        self._verified = keep * self._verified + np.bincount(nodes.classes[nodes.are_verified], minlength=len(EDGES))
+        self._accepted = keep * self._accepted + np.bincount(nodes.classes[accepted], minlength=len(EDGES))
+        self._observe_spread(nodes.places, nodes.classes)
         self.num_trees += len(trees)
-        return [float(end - start) for start, end in pairwise(expected)]
 
     def rates(self) -> NDArray[np.float64]:
         """float64 [classes]: share of the verified nodes of each class that were accepted."""

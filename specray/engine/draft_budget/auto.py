@@ -183,9 +183,10 @@ class AutoBudget:
         """Learn from the trees of the last steps, all at once."""
         for name, trees in self._new_trees.items():
             acceptance = self._scores.setdefault(name, ScoreAcceptance())
-            expected = acceptance.observe([tree for _, tree in trees])
+            expected = acceptance.expected([tree for _, tree in trees])
             for (request, tree), count in zip(trees, expected, strict=True):
                 request.add(len(tree.accepted_nodes), count)
+            acceptance.observe([tree for request, tree in trees if not request.is_new_to_drafter])
         self._new_trees.clear()
 
     def record_step(self, shape: StepShape, target_seconds: float, rest_seconds: float | None) -> None:
@@ -271,7 +272,7 @@ class AutoBudget:
 
     def _is_among_first_trees(self, request: Drafting) -> bool:
         """Whether too few trees were seen of its drafter, and its own would count."""
-        if not request.most or not request.is_recorded or not request.acceptance.is_caught_up:
+        if not request.most or not request.is_recorded or not request.acceptance.shows_drafter:
             return False
         drafter = request.acceptance.drafter
         is_tried_anew = drafter in self._disuse and self._disuse[drafter].is_tried_anew

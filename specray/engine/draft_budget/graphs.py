@@ -108,7 +108,8 @@ class GraphBudget:
         if num_drafts:
             nodes = self._nodes.setdefault(request.drafter, NodeAcceptance())
             request.add(len(accepted_nodes), sum(nodes.gains(num_drafts)))
-            nodes.observe(num_drafts, accepted_nodes)
+            if not request.is_new_to_drafter:
+                nodes.observe(num_drafts, accepted_nodes)
             request.count_in_row(num_drafts, len(accepted_nodes))
         else:
             request.fade()
@@ -150,7 +151,8 @@ class GraphBudget:
 
     def _is_learning(self, requests: Sequence[Drafting]) -> bool:
         """Whether too little is known of the drafters of all these requests, whose trees show more."""
-        names = {request.acceptance.drafter for request in requests if request.most and request.is_recorded}
+        shown = [request for request in requests if request.is_recorded and request.acceptance.shows_drafter]
+        names = {request.acceptance.drafter for request in shown if request.most}
         return bool(names) and all(
             name not in self._nodes or self._nodes[name].num_trees < NUM_FIRST_TREES for name in names
         )

@@ -140,3 +140,18 @@ def test_lookahead_with_blocks_of_one_token() -> None:
     assert [node.key for node in path] == [(5, 5), (5, 5), (5, 6)]
     assert cache.match("", [5, 5, 6]) == path[:1]  # the second 5 has another next token
     assert cache.match("", [5, 5, 5]) == path[:2]
+
+
+def test_detached_blocks_are_matched_no_more_but_kept_until_their_requests_end() -> None:
+    cache = RadixCache(BlockPool(9), 2)
+    used = store(cache, "tenant", [1, 2, 3, 4])
+    cache.lock(used)
+    cache.detach()
+    assert cache.match("tenant", [1, 2, 3, 4]) == []
+    longer = cache.insert("tenant", used, (5, 6), cache.pool.allocate(1)[0])
+    again = store(cache, "tenant", [1, 2, 3, 4])
+    assert cache.match("tenant", [1, 2, 3, 4, 5, 6]) == again
+    cache.unlock([*used, longer])
+    assert cache.num_idle == 5
+    cache.evict(5)
+    assert cache.pool.num_free == cache.pool.num_usable

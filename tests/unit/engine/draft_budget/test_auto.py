@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 
 from specray.engine.draft_budget.acceptance import MAX_MISSED_TOKENS, SURE_AFTER, RequestAcceptance
-from specray.engine.draft_budget.auto import FORGET_AFTER, AutoBudget
+from specray.engine.draft_budget.auto import FORGET_AFTER, STEPS_PER_UPDATE, AutoBudget
 from specray.engine.draft_budget.budget import DraftBudget, Drafting, Shares, StaticBudget
 from specray.engine.draft_budget.costs import KNOWN_AFTER, StepCosts, StepShape
 from specray.engine.draft_budget.trials import FIRST_TRIAL_STEP
@@ -241,6 +241,22 @@ def test_a_new_draft_model_that_has_read_no_running_request_soon_drafts_for_none
     budget.record_tree(behind, 3, [], scores=[0.9, 0.7, 0.4])
     assert budget.shares([Drafting(MOST, behind)]).num_drafts == [0]
     assert budget.shares([Drafting(MOST, behind), Drafting(MOST, RequestAcceptance())]).num_drafts == [0, MOST]
+
+
+def test_a_running_request_of_a_drafter_that_was_replaced_drafts_while_its_own_trees_pay() -> None:
+    costs = StepCosts()
+    for num_drafts, seconds in ((0, 1.0), (3, 1.5)):
+        costs.observe(StepShape(1, num_drafts, num_drafts), seconds, 0.0)
+    budget, other = drafting_budget(costs)
+    running = RequestAcceptance(is_new_to_drafter=True)
+    for accepted, drafts in (([1], True), ([], False)):
+        for _ in range(8 * STEPS_PER_UPDATE):
+            [count] = budget.shares([Drafting(MOST, running)]).num_drafts
+            budget.record_tree(running, count, accepted[:count], scores=[0.9, 0.7, 0.4])
+        counts = [budget.shares([Drafting(MOST, running)]).num_drafts[0] for _ in range(STEPS_PER_UPDATE)]
+        assert (counts.count(0) < STEPS_PER_UPDATE // 2) is drafts
+    counts = [budget.shares([Drafting(MOST, other)]).num_drafts[0] for _ in range(2 * STEPS_PER_UPDATE)]
+    assert counts[-1] > 0, "its trees say nothing about others"
 
 
 def test_trees_of_a_request_that_was_not_read_say_nothing_about_the_draft_model() -> None:

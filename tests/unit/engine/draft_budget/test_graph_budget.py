@@ -83,6 +83,18 @@ def test_requests_that_the_drafter_has_not_read_have_no_drafts() -> None:
     assert budget.shares([missed, Drafting(MOST, RequestAcceptance())]).num_drafts == [0, MOST]
 
 
+def test_trees_of_a_running_request_of_a_drafter_that_was_replaced_count_for_it_alone() -> None:
+    budget = GraphBudget(None)
+    budget.record_bucket_seconds(BUCKETS)
+    assert chosen(budget, 1) == {MOST}
+    running = RequestAcceptance(is_new_to_drafter=True)
+    assert budget.shares([Drafting(MOST, running)]).num_drafts == [MOST]
+    for _ in range(1000):
+        budget.record_tree(running, MOST, [])
+    assert budget.shares([Drafting(MOST, running)] * 64).num_drafts == [0] * 64
+    assert budget.shares([Drafting(MOST, RequestAcceptance())]).num_drafts == [MOST]
+
+
 def test_times_of_smaller_trees_do_not_limit_another_drafter(toy: Path) -> None:
     with make_llm(toy) as llm:
         llm.engine._bucket_seconds = [BucketSeconds(4, 1, 1e-3, 0.0)]

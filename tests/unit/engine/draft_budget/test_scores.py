@@ -61,8 +61,9 @@ def test_trees_of_one_step_count_like_those_of_several() -> None:
 def test_trees_of_different_sizes_are_counted_together() -> None:
     acceptance = ScoreAcceptance()
     trees = [ScoredTree([0.9, 0.5], 2, [1]), ScoredTree([], 0, []), ScoredTree([0.9, 0.7, 0.1], 1, [1])]
-    expected = acceptance.observe(trees)
+    expected = acceptance.expected(trees)
     assert expected == pytest.approx([0.9 + 0.5, 0.0, 0.9])  # before the first tree, scores are believed
+    acceptance.observe(trees)
     accepted, verified = acceptance.gains()
     assert verified[:, 0] == pytest.approx([1, 2, 3])  # of trees that have a node at the place
     assert acceptance.num_trees == 3
