@@ -333,15 +333,15 @@ def test_a_drafter_that_is_slower_than_plain_steps_is_used_again(
     """Otherwise it would have orders of steps that are over for ever."""
 
     def slow(drafter: BrokenDrafter) -> None:
-        time.sleep(1.0 if drafter._num_proposals == 2 else 0.03)
+        time.sleep(0.6 if drafter._num_proposals == 2 else 0.03)
 
     set_timeouts(monkeypatch, {"LEAST_WAIT_S": 0.5})
     with make_llm(toy, speculative=METHODS["NGRAM"](toy, tmp_path), page_size=4) as llm:
         colocated = Colocated(llm, tmp_path, uses_cuda_ipc)
         colocated.start(BrokenDrafter(Fault("late", draft=slow), lambda: None))
-        llm.generate(PROMPTS[:1], SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True))
+        llm.generate(PROMPTS[:1], SamplingParams(temperature=0.0, max_tokens=230, ignore_eos=True))
         assert faults_of(llm).keys() == {"late"}
-        assert llm.engine.stats.values["specray_spec_decode_num_draft_tokens_total"] > 20
+        assert llm.engine.stats.values["specray_spec_decode_num_draft_tokens_total"] > 8
         colocated.close()
 
 
