@@ -191,11 +191,11 @@ def _measure(handle: DeploymentHandle[Any], options: argparse.Namespace) -> list
     found = [
         ("streams of all ingresses", sum(len(engines_of(place, engines, usual)) for place in places), "{:.0f}", 128.0),
         ("streams of this ingress", float(num_streams), "{:.0f}", None),
-        ("CPU of this ingress, of a core", idle.cpu_share, "{:.1%}", 0.03),
-        ("CPU without streams, of a core", without.cpu_share, "{:.1%}", None),
-        ("memory of this ingress, MiB", idle.memory_mib, "{:.0f}", None),
-        ("seconds until it notices that all engines were killed", noticed_s[0], "{:.2f}", None),
-        ("seconds until it notices that all engines are frozen", noticed_s[1], "{:.2f}", None),
+        ("CPU, of a core", idle.cpu_share, "{:.1%}", 0.03),
+        ("CPU without streams", without.cpu_share, "{:.1%}", None),
+        ("memory, MiB", idle.memory_mib, "{:.0f}", None),
+        ("seconds until killed engines are noticed", noticed_s[0], "{:.2f}", None),
+        ("seconds until frozen engines are noticed", noticed_s[1], "{:.2f}", None),
     ]
     table, commit = TABLE.format(options.ingresses, options.engines), results.commit_here()
     return [
