@@ -62,11 +62,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check_files(files: Sequence[Path], out: Path) -> None:
-    """ConfigError unless texts are regular files, and the corpus would replace nothing but an older one of its kind."""
+    """ConfigError for devices, which may never end, and for an `out` that is no file or one of the texts."""
     for path in files:
         path.stat()
-        if not (path.is_file() or path.is_dir()):
-            raise ConfigError(f"{path} is no regular file; name files of text")
+        if path.is_char_device() or path.is_block_device():
+            raise ConfigError(f"{path} is a device; name files of text")
         if out.exists() and out.samefile(path):
             raise ConfigError(f"--out {out} is one of the texts; choose another file")
     if out.exists() and not out.is_file():

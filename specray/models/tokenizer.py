@@ -205,8 +205,11 @@ class _ChatEncoder:
 
     @cached_property
     def _forbidden(self) -> frozenset[int]:
-        """The special tokens that no text may become; white space and unknown characters are in any text."""
-        return frozenset(token for token, content in self._specials.items() if content.strip()) - self._unknown
+        """The special tokens that no text may become.
+
+        White space and unknown characters are in any text, and some models pad with an ordinary character ("!").
+        """
+        return frozenset(token for token, content in self._specials.items() if len(content.strip()) > 1) - self._unknown
 
     @cached_property
     def _plain(self) -> Tokenizer:

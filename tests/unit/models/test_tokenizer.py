@@ -128,6 +128,15 @@ def test_special_tokens_of_the_models_own_vocabulary_are_refused_in_messages(con
         render_chat(tokenizer, user(content))
 
 
+def test_an_ordinary_character_that_pads_may_be_in_a_message() -> None:
+    backend = Tokenizer(models.WordLevel({"hi": 0, "!": 1, "<|end|>": 2, "<|user|>": 3, "<unk>": 4}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="!", eos_token="<|end|>", unk_token="<unk>", chat_template=CHATML
+    )
+    assert 1 in render_chat(tokenizer, user("hi !"))
+
+
 @pytest.mark.parametrize("is_normalized", [False, True])
 def test_a_special_token_may_be_spelt_as_its_normalizer_allows(is_normalized: bool) -> None:
     pieces = [("<unk>", 0.0), ("</s>", -1.0), ("a", -1.0)]

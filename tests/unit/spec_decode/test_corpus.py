@@ -1,5 +1,6 @@
 """Corpora: their files, what is found in them, whose requests they serve, and the command that makes them."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -133,9 +134,15 @@ def test_the_command_makes_a_corpus_of_files(toy: Path, tmp_path: Path, capsys: 
         ([str(tmp_path / "empty")], "no text"),
         ([str(first), "--max-tokens", "3"], "more than --max-tokens 3"),
         ([str(tmp_path)], "Is a directory"),
+        (["/dev/zero"], "is a device"),
     ):
         assert cli.main([*build, *arguments]) == 2
         assert error in capsys.readouterr().err
+    reading, writing = os.pipe()
+    os.write(writing, b"A text that another program writes.")
+    os.close(writing)
+    assert cli.main([*build, f"/dev/fd/{reading}"]) == 0
+    os.close(reading)
     (tmp_path / "folder").mkdir()
     for refused, error in (
         (first, "is one of the texts"),
