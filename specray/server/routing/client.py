@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from math import inf
 from typing import Any, NoReturn, Protocol
@@ -34,9 +33,8 @@ from specray.server.tasks import Tasks
 NOT_READY = "the engine is starting or restarting; try again in a few seconds"
 HEARTBEAT_TIMEOUT_S = 3.0  # a router that is silent for longer counts as lost
 # A router that has sent no item, or has not answered a request, for so long gets new requests only if all others are
-# late or full. If it has sent no items either, requests that it has not answered go to another router. An answer is
-# late after LATE_FACTOR times the longest recent one, within bounds, because what goes to a lost router waits longest.
-LATE_ITEM_S, LATE_ANSWER_S, LEAST_LATE_ANSWER_S, LATE_FACTOR = 1.2, 0.5, 0.1, 8.0
+# late or full. If it has sent no items either, requests that it has not answered go to another router.
+LATE_ITEM_S, LATE_ANSWER_S = 1.2, 0.5
 CONNECT_TIMEOUT_S = 5.0
 DRAFTER_LOAD_TIMEOUT_S = 600.0  # a drafter may have to be downloaded first
 
@@ -162,7 +160,6 @@ class RouterClient(RouterCalls):
         self._stream = LocalHeartbeat(self._clock)  # beats with every item
         self._silence_s = 0.0
         self._unanswered: list[float] = []  # when requests were sent that it has not answered, oldest first
-        self._answer_s: deque[float] = deque(maxlen=32)  # seconds until it answered the last requests
         self._tasks = Tasks()
 
     def start(self) -> None:
@@ -187,9 +184,7 @@ class RouterClient(RouterCalls):
 
     @property
     def _is_late(self) -> bool:
-        usual_s = max(self._answer_s, default=LATE_ANSWER_S)
-        late_s = min(max(LEAST_LATE_ANSWER_S, LATE_FACTOR * usual_s), LATE_ANSWER_S)
-        has_no_answer = bool(self._unanswered) and self._clock() - self._unanswered[0] > late_s
+        has_no_answer = bool(self._unanswered) and self._clock() - self._unanswered[0] > LATE_ANSWER_S
         return has_no_answer or self._sends_nothing
 
     @property
@@ -287,7 +282,6 @@ class RouterClient(RouterCalls):
             raise RouterLostError(f"submit failed: {first_line(error)}") from error
         finally:
             self._unanswered.remove(sent_at)
-            self._answer_s.append(self._clock() - sent_at)
         if refusal is not None:
             raise RequestRefusedError(refusal)
 
