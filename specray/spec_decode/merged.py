@@ -29,7 +29,7 @@ from specray.spec_decode.prediction import Prediction
 from specray.spec_decode.propose_context import ProposeContext
 from specray.spec_decode.request_state import RequestState
 from specray.spec_decode.tree_edits import replace_trees
-from specray.spec_decode.tree_merge import Calibration, Proposal, Rate, Record, ScoredLists, merge
+from specray.spec_decode.tree_merge import Calibration, FollowedShare, Proposal, Rate, ScoredLists, merge
 from specray.step import WARM_UP_SALT
 
 DRAFTER, PREDICTION, TEXTS = "drafter", "prediction", ("own text", "finished texts", "corpora")
@@ -106,7 +106,7 @@ class PredictionSource:
 class _RunningRequest:
     """What is known of a running request."""
 
-    records: defaultdict[str, Record] = field(default_factory=lambda: defaultdict(Record))  # by source
+    followed: defaultdict[str, FollowedShare] = field(default_factory=lambda: defaultdict(FollowedShare))  # by source
     proposals: list[Proposal] = field(default_factory=list)  # whose text is not known yet
     num_known: int = 0  # tokens up to their roots
 
@@ -194,12 +194,12 @@ class MergedDrafter:
         if known is None or state.cache_salt == WARM_UP_SALT or not (text := state.token_ids[known.num_known :]):
             return
         for proposal in known.proposals:
-            record = known.records[proposal.source]
-            self._calibration(state, proposal.source).observe(proposal, text, record)
+            share = known.followed[proposal.source]
+            self._calibration(state, proposal.source).observe(proposal, text, share)
         known.proposals = []
 
     def _rate_of(self, state: RequestState, source: str) -> Rate:
-        return self._calibration(state, source).rate_of(self._requests[state.slot].records[source])
+        return self._calibration(state, source).rate_of(self._requests[state.slot].followed[source])
 
     def _calibration(self, state: RequestState, source: str) -> Calibration:
         key = source, state.sampling.is_sampled

@@ -2,8 +2,8 @@
 
 A source assigns each node of its tree to a class, its `evidence`, for example by the length of an n-gram's match.
 `Calibration` counts, by class, how often nodes followed their parents in real text. It tells requests apart by their
-`Record`, because equal matches are right far more often in a text that is being repeated than in any other. Nodes with
-equal paths in several trees become one node, with the highest rate of its sources.
+`FollowedShare`, because equal matches are right far more often in a text that is being repeated than in any other.
+Nodes with equal paths in several trees become one node, with the highest rate of its sources.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,8 +16,8 @@ from specray.spec_decode.draft_tree import NONE, ROOT, TreeLists
 LEAST_SURVIVAL = 0.01  # less likely nodes are never worth a row of a forward; see draft_budget.auto.LEAST_GAIN
 MEMORY_NODES = 512  # of one class; older ones count less
 PRIOR_NODES = 4.0  # as many nodes are assumed to have been as the prior says
-MEMORY_LEVELS = 16  # of a record; older ones count less
-NUM_RECORDS = 6  # classes of records
+MEMORY_LEVELS = 16  # of a share; older ones count less
+NUM_LEVELS = 6  # classes of shares
 
 Rate = Callable[[int], float]  # evidence -> how often such nodes follow their parents
 
@@ -37,7 +37,7 @@ class ScoredLists(NamedTuple):
     scores: list[float]
 
 
-class Record:
+class FollowedShare:
     """How often one request's text lately followed a source, where this had proposed anything."""
 
     def __init__(self) -> None:
@@ -45,8 +45,8 @@ class Record:
 
     @property
     def level(self) -> int:
-        """The class: 0 (never) to NUM_RECORDS - 1 (always)."""
-        return min(NUM_RECORDS - 1, int(NUM_RECORDS * self._share))
+        """The class: 0 (never) to NUM_LEVELS - 1 (always)."""
+        return min(NUM_LEVELS - 1, int(NUM_LEVELS * self._share))
 
     def observe(self, follows: bool) -> None:
         """Count a level of a tree."""
@@ -54,16 +54,16 @@ class Record:
 
 
 class Calibration:
-    """How often nodes of a source follow their parents, by record and evidence; `prior` holds until they were seen."""
+    """How often nodes of a source follow their parents, by share and evidence; `prior` holds until they were seen."""
 
     def __init__(self, prior: Rate) -> None:
         self._prior = prior
         self._seen: dict[tuple[int, int], float] = {}
         self._followed: dict[tuple[int, int], float] = {}
 
-    def rate_of(self, record: Record) -> Rate:
-        """The rates for a request, until its record changes."""
-        level = record.level
+    def rate_of(self, share: FollowedShare) -> Rate:
+        """The rates for a request, until its share changes."""
+        level = share.level
 
         def rate(evidence: int) -> float:
             seen, followed = (counts.get((level, evidence), 0.0) for counts in (self._seen, self._followed))
@@ -71,9 +71,9 @@ class Calibration:
 
         return rate
 
-    def observe(self, proposal: Proposal, text: Sequence[int], record: Record) -> None:
+    def observe(self, proposal: Proposal, text: Sequence[int], share: FollowedShare) -> None:
         """Count the nodes of a request's tree along `text`, the tokens that followed its root."""
-        children, node, level = children_of(proposal.tree), ROOT, record.level
+        children, node, level = children_of(proposal.tree), ROOT, share.level
         for token in text:
             following = NONE
             for child in children[node]:
@@ -82,7 +82,7 @@ class Calibration:
                 if follows and following == NONE:
                     following = child
             if children[node]:
-                record.observe(following != NONE)
+                share.observe(following != NONE)
             if following == NONE:
                 return
             node = following

@@ -11,7 +11,7 @@ from specray.spec_decode.draft_tree import NONE, DraftTree, TreeLists
 from specray.spec_decode.drafter import Drafter, DraftFaultError
 from specray.spec_decode.merged import MergedDrafter, with_ngrams, with_predictions
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
-from specray.step import DraftFault, DraftLimit
+from specray.step import UNLIMITED, DraftFault, DraftLimit
 from tests.support.drafters import Tokens, make_context, paths_of
 
 HEAD = SpeculativeConfig(algorithm="EAGLE3", draft_model_path="x", merged_draft_tokens=9)
@@ -53,9 +53,8 @@ def merged(model: Drafter, config: SpeculativeConfig = HEAD) -> Drafter:
     return with_ngrams(model, config, Path())
 
 
-def propose(drafter: Drafter, *texts: list[int], limit: DraftLimit | None = None) -> DraftTree:
-    limits = {} if limit is None else {"draft_limit": limit}
-    return drafter.propose(make_context([Tokens(slot, text, **limits) for slot, text in enumerate(texts)]))
+def propose(drafter: Drafter, *texts: list[int], limit: DraftLimit = UNLIMITED) -> DraftTree:
+    return drafter.propose(make_context([Tokens(slot, text, draft_limit=limit) for slot, text in enumerate(texts)]))
 
 
 def paths(tree: DraftTree, row: int = 0) -> list[tuple[int, ...]]:

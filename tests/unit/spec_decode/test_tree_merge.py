@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from specray.spec_decode.draft_tree import NONE, DraftTree, TreeLists
 from specray.spec_decode.ngram_index import Match
 from specray.spec_decode.ngram_tree import grow_matches, ngram_evidence
-from specray.spec_decode.tree_merge import MEMORY_NODES, Calibration, Proposal, Rate, Record, ScoredLists, merge
+from specray.spec_decode.tree_merge import MEMORY_NODES, Calibration, FollowedShare, Proposal, Rate, ScoredLists, merge
 from tests.support.drafters import chain, paths_of
 
 ROOT_TOKEN, VOCAB, MOST = 9, 4, 60
@@ -86,26 +86,26 @@ def single_path(*evidence: int) -> Proposal:
 def test_a_calibration_learns_the_share_of_nodes_that_follow() -> None:
     learned = Calibration(lambda _: 0.9)
     for number in range(400):
-        learned.observe(single_path(3), [0 if number % 4 == 0 else 1], Record())
-    assert learned.rate_of(Record())(3) == pytest.approx(0.25, abs=0.02)
-    assert learned.rate_of(Record())(4) == 0.9
+        learned.observe(single_path(3), [0 if number % 4 == 0 else 1], FollowedShare())
+    assert learned.rate_of(FollowedShare())(3) == pytest.approx(0.25, abs=0.02)
+    assert learned.rate_of(FollowedShare())(4) == 0.9
     for _ in range(8 * MEMORY_NODES):
-        learned.observe(single_path(3), [0], Record())
-    assert learned.rate_of(Record())(3) > 0.97, "what is old counts less"
+        learned.observe(single_path(3), [0], FollowedShare())
+    assert learned.rate_of(FollowedShare())(3) > 0.97, "what is old counts less"
 
 
 def test_a_request_whose_text_followed_a_source_expects_more_of_it_than_others() -> None:
     """Nine requests in ten follow nothing; the tenth repeats a text."""
     learned, expected = Calibration(lambda _: 0.5), []
     for number in range(100):
-        record = Record()
-        assert record.level == Record().level
+        share = FollowedShare()
+        assert share.level == FollowedShare().level
         for _ in range(20):
-            learned.observe(single_path(3), [0 if number % 10 == 0 else 1], record)
-        expected.append(learned.rate_of(record)(3))
+            learned.observe(single_path(3), [0 if number % 10 == 0 else 1], share)
+        expected.append(learned.rate_of(share)(3))
     assert all(rate < 0.05 for rate in expected[51:60])
     assert expected[60] > 0.8
-    assert 0.05 < learned.rate_of(Record())(3) < 0.5, "of a request of which nothing is known"
+    assert 0.05 < learned.rate_of(FollowedShare())(3) < 0.5, "of a request of which nothing is known"
 
 
 def test_only_nodes_whose_parents_are_in_the_text_are_counted() -> None:
@@ -116,8 +116,8 @@ def test_only_nodes_whose_parents_are_in_the_text_are_counted() -> None:
     def changes(text: list[int]) -> list[int]:
         """By evidence: 1 if its rate rises, -1 if it falls, 0 if nothing was counted."""
         learned = Calibration(lambda _: 0.5)
-        learned.observe(tree, text, Record())
-        rate = learned.rate_of(Record())
+        learned.observe(tree, text, FollowedShare())
+        rate = learned.rate_of(FollowedShare())
         return [(rate(evidence) > 0.5) - (rate(evidence) < 0.5) for evidence in range(1, 6)]
 
     assert changes([1, 2]) == [1, 1, 0, -1, 0], "of node 3 it is not known"
