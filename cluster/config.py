@@ -43,8 +43,8 @@ class DraftConfig(Options):
     )
     mps: Literal["auto", "off"] = Field(
         "auto",
-        description="auto: start NVIDIA's MPS, if installed, for an engine with a drafter colocated on a GPU, unless "
-        "CUDA_MPS_PIPE_DIRECTORY names another. A fault of one process then ends both.",
+        description="auto: start an MPS daemon of NVIDIA's, if installed, for an engine with a drafter colocated on a "
+        "GPU, unless CUDA_MPS_PIPE_DIRECTORY names another one. A GPU fault of the drafter then ends the rank, too.",
     )
 
     @model_validator(mode="after")

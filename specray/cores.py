@@ -9,11 +9,11 @@ CGROUPS = Path("/sys/fs/cgroup")  # a container sees its own limits here
 
 def num_cores() -> int:
     """Cores of this process's affinity, but no more than its cgroup's CPU quota allows, rounded down; at least 1."""
-    return max(1, int(min(len(os.sched_getaffinity(0)), *_quotas(), float("inf"))))
+    return max(1, int(min([len(os.sched_getaffinity(0)), *_quotas()])))
 
 
 def _quotas() -> Iterator[float]:
-    """CPU seconds in a second that version 2 or 1 of cgroups allows; none without a limit."""
+    """CPUs that the quota of cgroup v2 or v1 allows; nothing without a quota."""
     files = [("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")]
     for names in files:
         try:

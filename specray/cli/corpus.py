@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check_files(files: Sequence[Path], out: Path) -> None:
-    """ConfigError for devices, which may never end, and for an `out` that is no file or one of the texts."""
+    """ConfigError for devices, which may never end, and for an `out` that is not a file or one of the texts."""
     for path in files:
         path.stat()
         if path.is_char_device() or path.is_block_device():
@@ -70,10 +70,10 @@ def _check_files(files: Sequence[Path], out: Path) -> None:
         if out.exists() and out.samefile(path):
             raise ConfigError(f"--out {out} is one of the texts; choose another file")
     if out.exists() and not out.is_file():
-        raise ConfigError(f"--out {out} is no regular file; choose another one")
+        raise ConfigError(f"--out {out} is not a regular file; choose another one")
     folder = next(parent for parent in out.absolute().parents if parent.exists())
     if not folder.is_dir():
-        raise ConfigError(f"--out {out}: {folder} is no folder; choose another one")
+        raise ConfigError(f"--out {out}: {folder} is not a folder; choose another one")
 
 
 def _tokens(path: Path, tokenizer: "Tokenizer", bar: "tqdm[Any]") -> Iterator[int]:
@@ -83,4 +83,4 @@ def _tokens(path: Path, tokenizer: "Tokenizer", bar: "tqdm[Any]") -> Iterator[in
                 yield from tokenizer.encode(lines, add_special_tokens=False).ids
                 bar.update(len(lines.encode()))
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is no text in UTF-8: {error.reason}") from None
+        raise ConfigError(f"{path} is not UTF-8 text: {error.reason}") from None

@@ -111,7 +111,7 @@ class VocabHead(Layer):
         super().__init__()
         self.run = make_linear(weight, bias, quantization)
         self.screen = self.run.screen_of(weight) if is_screened and isinstance(self.run, PackedMatrix) else None
-        self.is_wide = isinstance(self.run, PackedMatrix)  # whether `shard` is float32 even if the states are not
+        self.returns_float32 = isinstance(self.run, PackedMatrix)  # whatever the states are
         self.vocab_size = vocab_size
         self.group = group
         self._num_rows = weight.shape[0]
@@ -123,7 +123,7 @@ class VocabHead(Layer):
         return self.gathered(self.shard(hidden_states)).to(torch.float32)
 
     def shard(self, hidden_states: Tensor, only_largest: bool = False) -> Tensor:
-        """This rank's columns [n, num_columns], of the type that they are computed in: see `is_wide`.
+        """This rank's columns [n, num_columns], of the type that they are computed in: see `returns_float32`.
 
         `only_largest`: see `TargetModel.with_logits`.
         """

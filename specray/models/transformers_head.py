@@ -56,7 +56,7 @@ class FinishedHead(VocabHead):
         super().__init__(weight, vocab_size, group, quantization, is_screened and not is_finished, bias)
         assert output is not None
         self.is_finished = is_finished
-        self.is_wide = self.is_wide or is_finished
+        self.returns_float32 = self.returns_float32 or is_finished
         self._finish = (model, states, product) if is_finished else None
 
     def shard(self, hidden_states: Tensor, only_largest: bool = False) -> Tensor:

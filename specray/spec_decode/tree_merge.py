@@ -16,8 +16,8 @@ from specray.spec_decode.draft_tree import NONE, ROOT, TreeLists
 LEAST_SURVIVAL = 0.01  # less likely nodes are never worth a row of a forward; see draft_budget.auto.LEAST_GAIN
 MEMORY_NODES = 512  # of one class; older ones count less
 PRIOR_NODES = 4.0  # as many nodes are assumed to have been as the prior says
-MEMORY_LEVELS = 16  # of a share; older ones count less
-NUM_LEVELS = 6  # classes of shares
+MEMORY_LEVELS = 16  # of trees, that a share remembers; older ones count less
+NUM_SHARE_CLASSES = 6
 
 Rate = Callable[[int], float]  # evidence -> how often such nodes follow their parents
 
@@ -38,15 +38,15 @@ class ScoredLists(NamedTuple):
 
 
 class FollowedShare:
-    """How often one request's text lately followed a source, where this had proposed anything."""
+    """Share of the recent tree levels of one source in which a node was the next token of the request's text."""
 
     def __init__(self) -> None:
         self._share = 0.5  # nothing is known yet
 
     @property
-    def level(self) -> int:
-        """The class: 0 (never) to NUM_LEVELS - 1 (always)."""
-        return min(NUM_LEVELS - 1, int(NUM_LEVELS * self._share))
+    def share_class(self) -> int:
+        """The class: 0 (never) to NUM_SHARE_CLASSES - 1 (always)."""
+        return min(NUM_SHARE_CLASSES - 1, int(NUM_SHARE_CLASSES * self._share))
 
     def observe(self, follows: bool) -> None:
         """Count a level of a tree."""
@@ -63,22 +63,22 @@ class Calibration:
 
     def rate_of(self, share: FollowedShare) -> Rate:
         """The rates for a request, until its share changes."""
-        level = share.level
+        share_class = share.share_class
 
         def rate(evidence: int) -> float:
-            seen, followed = (counts.get((level, evidence), 0.0) for counts in (self._seen, self._followed))
+            seen, followed = (counts.get((share_class, evidence), 0.0) for counts in (self._seen, self._followed))
             return (followed + PRIOR_NODES * self._prior(evidence)) / (seen + PRIOR_NODES)
 
         return rate
 
     def observe(self, proposal: Proposal, text: Sequence[int], share: FollowedShare) -> None:
         """Count the nodes of a request's tree along `text`, the tokens that followed its root."""
-        children, node, level = children_of(proposal.tree), ROOT, share.level
+        children, node, share_class = children_of(proposal.tree), ROOT, share.share_class
         for token in text:
             following = NONE
             for child in children[node]:
                 follows = proposal.tree.tokens[child] == token
-                self._count((level, proposal.evidence[child]), follows)
+                self._count((share_class, proposal.evidence[child]), follows)
                 if follows and following == NONE:
                     following = child
             if children[node]:

@@ -1,7 +1,8 @@
 """CUDA graphs of a drafter that has a step of its own, by bucket: in its own process, or one of several.
 
-A graph drafts trees with the nodes of its bucket, for requests that committed no more tokens than the bucket has nodes
-and a tree is deep, so a chain of three does not pay for seven levels. Rows behind the requests are padding.
+A graph drafts trees of at most its bucket's number of nodes, so a chain of three does not pay for seven levels. It fits
+requests that committed at most that many tokens, and at most one more than the drafter's trees have levels. Rows behind
+the requests are padding.
 """
 
 import logging

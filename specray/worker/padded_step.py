@@ -51,7 +51,7 @@ class PaddedStep:
         self._num_nodes = torch.zeros(largest.rows, dtype=torch.int64, device=device)
         self._trees = torch.full((2, *largest), NONE, dtype=torch.int64, device=device)  # tokens, parents
         head = runner.model.head
-        logits_dtype = torch.float32 if head.is_wide else dtype
+        logits_dtype = torch.float32 if head.returns_float32 else dtype
         self._logits = torch.zeros(max_tokens, head.num_columns, dtype=logits_dtype, device=device)
         width = len(layers) * runner.model.shape.hidden_size
         self._aux = torch.zeros(max_tokens, width, dtype=dtype, device=device)

@@ -130,7 +130,7 @@ def test_the_command_makes_a_corpus_of_files(toy: Path, tmp_path: Path, capsys: 
     (tmp_path / "empty").write_text("")
     for arguments, error in (
         ([str(tmp_path / "missing")], "missing: No such file"),
-        ([str(tmp_path / "binary")], "binary is no text in UTF-8"),
+        ([str(tmp_path / "binary")], "binary is not UTF-8 text"),
         ([str(tmp_path / "empty")], "no text"),
         ([str(first), "--max-tokens", "3"], "more than --max-tokens 3"),
         ([str(tmp_path)], "Is a directory"),
@@ -146,8 +146,8 @@ def test_the_command_makes_a_corpus_of_files(toy: Path, tmp_path: Path, capsys: 
     (tmp_path / "folder").mkdir()
     for refused, error in (
         (first, "is one of the texts"),
-        (tmp_path / "folder", "no regular file"),
-        (second / "x", "no folder"),
+        (tmp_path / "folder", "not a regular file"),
+        (second / "x", "not a folder"),
     ):
         before = first.read_text()
         assert cli.main(["corpus", "build", "--model", str(toy), "--out", str(refused), str(first)]) == 2

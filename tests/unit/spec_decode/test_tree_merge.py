@@ -99,7 +99,7 @@ def test_a_request_whose_text_followed_a_source_expects_more_of_it_than_others()
     learned, expected = Calibration(lambda _: 0.5), []
     for number in range(100):
         share = FollowedShare()
-        assert share.level == FollowedShare().level
+        assert share.share_class == FollowedShare().share_class
         for _ in range(20):
             learned.observe(single_path(3), [0 if number % 10 == 0 else 1], share)
         expected.append(learned.rate_of(share)(3))
