@@ -116,7 +116,7 @@ class Engine:
             assert result.step_id == plan.step_id, "a step failed, and the engine was used again"
             self._timer.end(time.perf_counter(), plan, result, self.scheduler.budget)
             if result.drafter_is_new:
-                self.scheduler.forget_read()
+                self.scheduler.drafter_took_over()
             if result.bucket_seconds:
                 self._bucket_seconds = result.bucket_seconds
                 self.scheduler.budget.record_bucket_seconds(result.bucket_seconds)

@@ -184,11 +184,14 @@ class Scheduler:
         if not self.running and not self.waiting.num_waiting:
             self._mixed_until = 0  # the next prompt delays no other request
 
-    def forget_read(self) -> None:
-        """Another drafter has taken over: cached tokens are computed again for it, those of running requests not."""
+    def drafter_took_over(self) -> None:
+        """Have cached tokens computed again for another drafter, which has read none; those of running requests not.
+
+        The result of the first step that it reads is not committed yet.
+        """
         self.cache.detach()
         for request in self.running:
-            request.acceptance.is_new_to_drafter = True
+            request.acceptance.is_new_to_drafter |= request.num_computed_tokens > 0
 
     def _limit_prefill(self) -> tuple[int, int]:
         """The limits of this step. Few prompt tokens also follow the end of a request: its client may send the next."""

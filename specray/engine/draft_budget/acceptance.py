@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from specray.engine.draft_budget.costs import StepCosts, StepShape
 
+NUM_FIRST_TREES = 32  # whole trees at the start show the acceptance of every node
 UNKNOWN_FIRST, UNKNOWN_RATIO = 0.6, 0.8  # assumed until measured: of the first node, and of a node to the one before
 LEARNING_RATE = 1 / 256  # of a tree, once more than this many were measured
 MEMORY_TREES = 64  # of a request's own acceptance
@@ -115,6 +116,14 @@ class NodeAcceptance:
     def num_trees(self) -> int:
         """Trees with at least one draft."""
         return self._counts[0] if self._counts else 0
+
+    def record_tree(self, request: RequestAcceptance, num_drafts: int, accepted_nodes: Sequence[int]) -> None:
+        """Count one verified tree of a request, for it and, if its trees resemble those of others, for all."""
+        request.add(len(accepted_nodes), sum(self.gains(num_drafts)))
+        repeats = request.repeats and self.num_trees >= NUM_FIRST_TREES
+        if not repeats and not request.is_new_to_drafter:
+            self.observe(num_drafts, accepted_nodes)
+        request.count_in_row(num_drafts, len(accepted_nodes))
 
     def observe(self, num_drafts: int, accepted_nodes: Sequence[int]) -> None:
         """Count one verified tree; nodes are counted from 1, the root is 0."""

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from specray.engine.draft_budget.acceptance import (
     MAX_MISSED_TOKENS,
+    NUM_FIRST_TREES,
     NodeAcceptance,
     RequestAcceptance,
     ScoreAcceptance,
@@ -19,7 +20,6 @@ from specray.engine.draft_budget.acceptance import (
 from specray.engine.draft_budget.budget import (
     DRAFTER_OFF_AFTER,
     DRAFTING_MARGIN,
-    NUM_FIRST_TREES,
     Drafting,
     Shares,
     shares_by_weight,
@@ -170,12 +170,7 @@ class AutoBudget:
             trees = self._new_trees.setdefault(request.drafter, [])
             trees.append((request, ScoredTree(scores, num_drafts, accepted_nodes)))
         elif num_drafts:
-            nodes = self._nodes.setdefault(request.drafter, NodeAcceptance())
-            request.add(len(accepted_nodes), sum(nodes.gains(num_drafts)))
-            # A request that repeats says nothing about others.
-            if not request.repeats or nodes.num_trees < NUM_FIRST_TREES:
-                nodes.observe(num_drafts, accepted_nodes)
-            request.count_in_row(num_drafts, len(accepted_nodes))
+            self._nodes.setdefault(request.drafter, NodeAcceptance()).record_tree(request, num_drafts, accepted_nodes)
         else:
             request.fade()
 
@@ -199,7 +194,7 @@ class AutoBudget:
         """It learns costs by itself."""
 
     def _best(self, requests: Sequence[Drafting]) -> tuple[list[int], list[float]]:
-        """(drafts, least scores) of each request: by scores where its drafter knows them, by place otherwise.
+        """(drafts, least scores) of each request: by scores where those of its drafter are known, by place otherwise.
 
         What is learnt about scores counts from the next update on: until then the same requests get the same.
         """
@@ -219,7 +214,9 @@ class AutoBudget:
         num_drafts, min_scores = [0] * len(requests), [LEAST_SCORE] * len(requests)
         by_place = []
         for place, request in enumerate(requests):
-            if (cut := cuts.get(request.acceptance.drafter)) is None:
+            cut = cuts.get(request.acceptance.drafter)
+            # Nothing is known of a draft model while it has drafted only for requests that it has not read.
+            if cut is None or not self._scores[request.acceptance.drafter].num_trees:
                 by_place.append(place)
                 continue
             score = cut[1] * factors[request.acceptance.drafter] / (request.acceptance.factor * request.weight)
@@ -244,7 +241,7 @@ class AutoBudget:
         return self._cuts[key]
 
     def _best_by_place(self, requests: Sequence[Drafting], num_all: int, others: Sequence[int]) -> list[int]:
-        """Drafts of requests whose drafters know no scores, in a step of `num_all`; `others` are the drafts so far."""
+        """Drafts without regard to scores, in a step of `num_all` requests; `others` are the drafts so far."""
         if not requests:
             return []
         most = max(request.most for request in requests)
@@ -253,7 +250,7 @@ class AutoBudget:
         gains = [
             [
                 request.weight * gain
-                for gain in request.acceptance.gains(usual[request.acceptance.drafter][: request.most])
+                for gain in request.acceptance.gains(usual[request.acceptance.drafter][: self._whole_tree(request)])
             ]
             for request in requests
         ]

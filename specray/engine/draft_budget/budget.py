@@ -10,7 +10,6 @@ from specray.engine.draft_budget.acceptance import RequestAcceptance
 from specray.engine.draft_budget.costs import StepShape
 from specray.step import BucketSeconds, StepPlan, StepResult
 
-NUM_FIRST_TREES = 32  # whole trees at the start show the acceptance of every node
 DRAFTER_OFF_AFTER = 4  # steps without drafts until the drafter is no longer called
 # A step with drafts counts as this many times its measured time, so that plain decoding wins what is within the noise.
 DRAFTING_MARGIN = 1.02

@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from itertools import accumulate
 from math import exp
 
-from specray.engine.draft_budget.acceptance import NodeAcceptance, RequestAcceptance
+from specray.engine.draft_budget.acceptance import NUM_FIRST_TREES, NodeAcceptance, RequestAcceptance
 from specray.engine.draft_budget.budget import (
     DRAFTER_OFF_AFTER,
     DRAFTING_MARGIN,
-    NUM_FIRST_TREES,
     Drafting,
     PlainSteps,
     Shares,
@@ -106,11 +105,7 @@ class GraphBudget:
         scores: Sequence[float] = (),  # noqa: ARG002
     ) -> None:
         if num_drafts:
-            nodes = self._nodes.setdefault(request.drafter, NodeAcceptance())
-            request.add(len(accepted_nodes), sum(nodes.gains(num_drafts)))
-            if not request.is_new_to_drafter:
-                nodes.observe(num_drafts, accepted_nodes)
-            request.count_in_row(num_drafts, len(accepted_nodes))
+            self._nodes.setdefault(request.drafter, NodeAcceptance()).record_tree(request, num_drafts, accepted_nodes)
         else:
             request.fade()
 

@@ -377,6 +377,19 @@ def _step(scheduler: Scheduler) -> StepPlan:
     return plan
 
 
+def test_a_drafter_that_takes_over_is_new_to_requests_of_which_its_predecessor_has_read_a_part() -> None:
+    scheduler = Scheduler(EngineConfig(page_size=4), Capacity(40, 4, CONTEXT, VOCAB_SIZE, [EOS]))
+    old, cached, new = (_waiting(seed, length) for seed, length in enumerate((9, 9, 3)))
+    scheduler.add(old)
+    _step(scheduler)
+    scheduler.add(cached)
+    scheduler.add(new)
+    plan = scheduler.schedule()  # the drafter connects during this step, and reads it
+    scheduler.drafter_took_over()
+    assert [each.acceptance.is_new_to_drafter for each in (old, cached, new)] == [True, True, False]
+    assert (cached.num_cached_tokens, len(plan.new_requests)) == (8, 2)
+
+
 def test_the_next_step_frees_the_slot_of_an_aborted_request() -> None:
     executor = FakeExecutor(EngineConfig(page_size=4))
     engine = Engine(EngineConfig(page_size=4), executor, TOKENIZER)

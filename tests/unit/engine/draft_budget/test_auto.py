@@ -259,6 +259,32 @@ def test_a_running_request_of_a_drafter_that_was_replaced_drafts_while_its_own_t
     assert counts[-1] > 0, "its trees say nothing about others"
 
 
+@pytest.mark.parametrize("scores", [[0.9, 0.7, 0.4], []])
+def test_a_drafter_that_replaces_another_drafts_for_the_running_requests_before_it_has_others(
+    scores: list[float],
+) -> None:
+    """Nothing is known of it then. Its trees of these requests count for each of them alone."""
+    costs = StepCosts()
+    for num_drafts, seconds in ((0, 1.0), (3, 1.5)):
+        costs.observe(StepShape(1, num_drafts, num_drafts), seconds, 0.0)
+    budget = AutoBudget(None, costs)
+    good, bad = RequestAcceptance(is_new_to_drafter=True), RequestAcceptance(is_new_to_drafter=True)
+    for request, share_with_drafts in ((good, 0.8), (bad, 0.5)):
+        num_with_drafts = 0
+        for _ in range(100):
+            shares = budget.shares([Drafting(3, request)])
+            request.num_missed_tokens += not shares.runs_drafter
+            [count] = shares.num_drafts
+            num_with_drafts += count > 0
+            accepted = range(1, 1 + count) if request is good else []
+            budget.record_tree(request, count, accepted, scores if count else [])
+        assert (num_with_drafts / 100 > share_with_drafts) is (request is good)
+    for _ in range(400):
+        budget.record_tree(bad, 3, [], scores)
+    counts = [budget.shares([Drafting(3, RequestAcceptance())]).num_drafts[0] for _ in range(STEPS_PER_UPDATE)]
+    assert counts.count(3) > STEPS_PER_UPDATE // 2
+
+
 def test_trees_of_a_request_that_was_not_read_say_nothing_about_the_draft_model() -> None:
     budget, read = drafting_budget(StepCosts())
     for _ in range(400):

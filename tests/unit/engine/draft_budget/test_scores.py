@@ -5,9 +5,16 @@ from random import Random
 import numpy as np
 import pytest
 
-from specray.engine.draft_budget.acceptance import EDGES, RequestAcceptance, ScoreAcceptance, ScoredTree, best_cut
+from specray.engine.draft_budget.acceptance import (
+    EDGES,
+    NUM_FIRST_TREES,
+    RequestAcceptance,
+    ScoreAcceptance,
+    ScoredTree,
+    best_cut,
+)
 from specray.engine.draft_budget.auto import AutoBudget
-from specray.engine.draft_budget.budget import NUM_FIRST_TREES, Drafting
+from specray.engine.draft_budget.budget import Drafting
 from specray.engine.draft_budget.costs import StepCosts, StepShape
 
 MOST = 8
