@@ -49,10 +49,10 @@ class PendingTrees:
         self._max_depth = max(self._max_depth, tree.max_depth)
         self._probs = None if tree.draft_probs is None else (slots, tree.draft_probs)
 
-    def drop(self, slots: Sequence[int]) -> None:
+    def drop(self, slots: Sequence[int] | Tensor) -> None:
         """Forget the trees of these slots."""
-        if slots and self._max_depth:
-            self._parts.num_nodes[torch.tensor(slots, device=self._parts.num_nodes.device)] = NONE
+        if len(slots) and self._max_depth:
+            self._parts.num_nodes[torch.as_tensor(slots, device=self._parts.num_nodes.device)] = NONE
 
     def take(self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]) -> "TakenTrees":
         """The trees of `DraftSource.collect`, whose arguments these are. Taking a tree removes it."""

@@ -113,9 +113,12 @@ class RemoteDrafts:
         return self._peer.seconds if self._peer else 0.0
 
     def submit(self, context: ProposeContext) -> None:
-        if self._peer is not None and (context.requests or context.unfinished):
+        if (peer := self._peer) is not None and (context.requests or context.unfinished):
             with self._recorded_faults():
-                self._peer.submit(context)
+                # What came during a long step is read before the drafter counts as frozen.
+                self._note_broken(peer.receive(self._pending))
+                peer.submit(context)
+            self._waiting.difference_update(each.slot for each in context.requests + context.unfinished)
 
     def take_unsized(self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]) -> UnsizedTrees | None:
         self._admit()
@@ -123,9 +126,13 @@ class RemoteDrafts:
             return None
         in_time = None
         with self._recorded_faults():
-            self._note_broken(peer.collect(None))
-            in_time = peer.await_trees(self._on_device)
-        taken = self._on_device.take(slots, roots, draft_limits)
+            self._note_broken(peer.receive(self._pending))
+            in_time = peer.await_trees(self._on_device, self._waiting)
+        if self._waiting and any(limit.num_tokens for limit in draft_limits):
+            taken = self._on_device.take(slots, roots, draft_limits)
+        else:  # a plain step, which the next one may follow early
+            self._on_device.drop(slots)
+            taken = TakenTrees(DraftTree.roots(roots), [1] * len(roots), None)
         return UnsizedTrees(taken.tree, taken.most_nodes, partial(self._read, taken, peer, in_time))
 
     def take_next(
@@ -148,6 +155,7 @@ class RemoteDrafts:
     def release(self, slots: Sequence[int]) -> None:
         self._pending.drop(slots)
         self._on_device.drop(slots)
+        self._waiting.difference_update(slots)
         if self._peer is not None:
             self._peer.release(slots)
 
@@ -202,8 +210,10 @@ class RemoteDrafts:
         tree, num_nodes, _ = self._on_device.read(taken)  # logits that are not finite are a fault of the reply
         if in_time is not None and peer is self._peer:
             with self._recorded_faults():
-                peer.is_late = not in_time.wait().tolist()[0]
-                if peer.is_late:
+                is_late = not in_time.wait().tolist()[0]
+                self._note_broken(peer.receive(self._pending))
+                peer.is_late = is_late
+                if is_late:
                     peer.report_late()
         return tree, num_nodes
 
@@ -236,6 +246,7 @@ class RemoteDrafts:
     def _forget_trees(self) -> None:
         table = self._table
         self._pending = ReceivedTrees(table.device)
+        self._waiting: set[int] = set()  # slots whose trees on the device may be newer than their last step
         self._on_device = PendingTrees(table.num_slots, table.vocab_size, table.device)
 
 
@@ -309,13 +320,13 @@ class _Peer:
         self._awaited = None
         self._check_frozen()
         states, room = context.aux_hidden_states, self._ring.num_tokens
-        # A drafter that is slower than steps without drafts catches up only if it gets no orders meanwhile.
-        self._catches_up |= not self._free
         # Too far behind, or paths that are longer than this drafter's; DraftRequest.start shows it what it has missed.
         if self._catches_up or (states is not None and len(states) > room):
             self._encoder.skip(context)
             return
         region = self._free.popleft()
+        # A drafter that is slower than steps without drafts catches up only if it gets no orders meanwhile.
+        self._catches_up = not self._free
         if states is not None:
             self._ring.write(region, states)
         order = self._encoder.order(next(self._numbers), region, context)
@@ -327,16 +338,23 @@ class _Peer:
         self._unanswered.append(self._awaited)
         self._channel.send(data, SEND_S)
 
-    def collect(self, pending: ReceivedTrees | None) -> bool:
-        """Put the last order's trees into `pending` once they arrive, waiting at most `_reply_timeout_s`.
+    def receive(self, pending: ReceivedTrees) -> bool:
+        """Read the replies that have arrived; trees that are not on the device go to `pending`.
 
-        Without `pending`, trees are on the device: only replies that have arrived are read, or one if no region is
-        free. Returns whether one of several drafters is broken.
+        Returns whether one of several drafters is broken.
         """
         is_broken = False
+        with contextlib.suppress(TimeoutError):  # the rest of a reply is missing
+            while self._unanswered and self._channel.poll(0.0):
+                is_broken |= self._receive(self._channel.recv(0.0), pending)
+        if not self._unanswered:
+            self.is_late = self._catches_up = False
+        return is_broken
+
+    def collect(self, pending: ReceivedTrees) -> bool:
+        """`receive`, which waits for the last order's trees, at most `_reply_timeout_s`."""
+        is_broken = False
         while self._unanswered:
-            if pending is None and self._free and not self._channel.poll(0.0):
-                return is_broken
             try:
                 data = self._channel.recv(self._patience_s(self._unanswered[-1]), self._spin_s)
             except TimeoutError:
@@ -346,8 +364,8 @@ class _Peer:
         self.is_late = self._catches_up = False
         return is_broken
 
-    def await_trees(self, pending: PendingTrees) -> HostCopy | None:
-        """Let the device wait for the last order's trees and put them into `pending`.
+    def await_trees(self, pending: PendingTrees, waiting: set[int]) -> HostCopy | None:
+        """Let the device wait for the last order's trees and put them into `pending`, and their slots into `waiting`.
 
         Returns whether they came in time, for `is_late`; None if there are none to wait for.
         """
@@ -360,6 +378,7 @@ class _Peer:
         if kept:
             slots = self._table.numbers([sent.slots[place] for place in kept])
             pending.put(slots, tree.select(self._table.numbers(kept)))
+            waiting.update(sent.slots[place] for place in kept)
         return in_time
 
     def report_late(self) -> NoReturn:
@@ -382,8 +401,8 @@ class _Peer:
         if isinstance(self._ring, HiddenStateRing):  # a DeviceRing is the rank's
             self._ring.close()
 
-    def _receive(self, data: bytes, pending: ReceivedTrees | None) -> bool:
-        """See `collect`."""
+    def _receive(self, data: bytes, pending: ReceivedTrees) -> bool:
+        """See `receive`."""
         sent = self._unanswered.popleft()
         try:
             reply = unpack_reply(data)
@@ -391,7 +410,7 @@ class _Peer:
                 raise DraftFaultError(DraftFault(reply.fault))
             if reply.number != sent.number:
                 raise ValueError(f"a reply to order {reply.number} instead of {sent.number}")
-            num_trees = len(sent.slots) if pending is not None else 0
+            num_trees = len(sent.slots) if self.trees is None else 0
             trees = reply.checked_trees(num_trees, self._table.vocab_size, self.handshake.max_draft_tokens)
         except ValueError:
             raise DraftFaultError(DraftFault.NONSENSE) from None
@@ -399,7 +418,7 @@ class _Peer:
         self._recent.append(reply.seconds)
         self.seconds = reply.seconds
         self._uses += reply.uses
-        if pending is not None and sent.slots and not self._unanswered:
+        if self.trees is None and sent.slots and not self._unanswered:
             pending.put(sent.slots, trees)
             pending.drop(list(sent.freed))
         return reply.num_broken > 0
