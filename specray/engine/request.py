@@ -85,6 +85,7 @@ class Request:
     in_flight: list[Planned] = field(default_factory=list)  # oldest first
     block_ids: list[int] = field(default_factory=list)
     shared_path: list[CacheNode] = field(default_factory=list)  # locked; block i is cached iff its node holds it
+    is_detached: bool = False  # the drafter has not read its first tokens, and the cache has only what it has read
     # Of models with states, see StoredStates:
     stored_state: int = -1  # row of the state pools with the states behind the cached tokens that it starts from
     state_places: set[int] = field(default_factory=set)  # numbers of tokens behind which states are stored
@@ -136,7 +137,7 @@ class Request:
     @property
     def shares_prefix(self) -> bool:
         """Whether it takes KV from the prefix cache and leaves its own there."""
-        return not self.spec.is_audit
+        return not self.spec.is_audit and not self.is_detached
 
     @property
     def deadline(self) -> float:

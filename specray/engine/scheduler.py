@@ -54,6 +54,7 @@ class Scheduler:
         self._planned: deque[list[tuple[Request, int]]] = deque()
         self._committing: list[tuple[Request, int]] = []  # those of the step whose result has arrived
         self._suspects: list[Request] = []  # oldest first; only the first one runs
+        self._is_cache_unread = False  # a drafter that has not read it took over and has not drafted yet
         self.num_preemptions = 0
 
     @property
@@ -141,6 +142,7 @@ class Scheduler:
         Requests that ended after the plan was made, or were preempted and compute these tokens again, are left out.
         """
         emitted = []
+        self._detach_unread(result)
         self._committing = self._planned.popleft()
         planned = zip(self._committing, plan.rows, result.rows, strict=True)
         for (request, num_preemptions), row, row_result in planned:
@@ -185,13 +187,25 @@ class Scheduler:
             self._mixed_until = 0  # the next prompt delays no other request
 
     def drafter_took_over(self) -> None:
-        """Have cached tokens computed again for another drafter, which has read none; those of running requests not.
+        """Note that another drafter has read nothing of the cache and of what running requests have computed.
 
         The result of the first step that it reads is not committed yet.
         """
-        self.cache.detach()
         for request in self.running:
             request.acceptance.is_new_to_drafter |= request.num_computed_tokens > 0
+        are_unread = (request.acceptance.is_new_to_drafter for request in self.running)
+        self._is_cache_unread = self.cache.num_cached > 0 or any(are_unread)
+
+    def _detach_unread(self, result: StepResult) -> None:
+        """Once a drafter that took over has drafted, have cached tokens computed again for it.
+
+        One that ends before, each time that it is restarted, costs no request its cached prefix.
+        """
+        if self._is_cache_unread and any(row.num_draft_tokens for row in result.rows) and not result.drafter_is_absent:
+            self._is_cache_unread = False
+            self.cache.detach()
+            for request in self.running:
+                request.is_detached = request.acceptance.is_new_to_drafter
 
     def _limit_prefill(self) -> tuple[int, int]:
         """The limits of this step. Few prompt tokens also follow the end of a request: its client may send the next."""
@@ -301,7 +315,7 @@ class Scheduler:
         request.num_computed_tokens = len(path) * self.block_size
         acceptance = request.acceptance  # what a preempted request computes again is read again
         acceptance.num_missed_tokens = min(acceptance.num_missed_tokens, request.num_computed_tokens)
-        acceptance.is_new_to_drafter = False
+        acceptance.is_new_to_drafter = self._is_cache_unread and bool(path)
         if request.num_preemptions == 0:
             request.num_cached_tokens = request.num_computed_tokens
         request.slot = self._free_slots.pop()
@@ -339,6 +353,7 @@ class Scheduler:
         self._freed_slots.append(request.slot)
         request.slot, request.num_computed_tokens = -1, 0
         request.block_ids, request.shared_path, request.in_flight = [], [], []
+        request.is_detached = False
 
 
 def _absence(result: StepResult) -> str:

@@ -62,9 +62,9 @@ class StoredStates:
         return [(place, row) for place, row in rows if row is not None]
 
     def commit(self, request: Request, copies: Sequence[StateCopy], start: int) -> None:
-        """Keep the states of a step that has committed a request's tokens from `start` on, whose blocks are cached."""
+        """Keep the states of a step that has committed a request's tokens from `start` on, if its blocks are cached."""
         for place, row in copies:
-            if start < place <= request.num_computed_tokens:
+            if start < place <= len(request.shared_path) * self._block_size:
                 self._store(request, place, row)
             else:
                 self._free.append(row)

@@ -201,7 +201,7 @@ def test_a_new_process_has_read_nothing_of_running_requests_and_of_cached_prefix
 
         assert [num_cached(), num_cached()] == [0, 4]
         remote.start()
-        while not running[1].acceptance.is_new_to_drafter:
+        while not running[1].is_detached:
             llm.engine.step()
         assert [num_cached(), num_cached()] == [0, 4]
         assert [request.acceptance.is_new_to_drafter for request in running] == [True, True, False, False]

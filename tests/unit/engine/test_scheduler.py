@@ -368,10 +368,10 @@ def test_a_step_without_drafts_counts_by_its_reason(
     assert requests[-1].usage().undrafted.counts() == requests[-1].undrafted
 
 
-def _step(scheduler: Scheduler) -> StepPlan:
-    """Plan a step and commit a token for each of its requests."""
+def _step(scheduler: Scheduler, num_drafts: int = 0) -> StepPlan:
+    """Plan a step and commit a token for each of its requests, whose drafts are rejected."""
     plan = scheduler.schedule()
-    results = [RequestResult(row.slot, [2], 0, None, None) for row in plan.rows]
+    results = [RequestResult(row.slot, [2], num_drafts, None, None) for row in plan.rows]
     for emitted in scheduler.emitted(plan, StepResult(plan.step_id, results, StepTimes(0, 0, 0, 0))):
         scheduler.commit(emitted, num_kept=1)
     return plan
@@ -388,6 +388,31 @@ def test_a_drafter_that_takes_over_is_new_to_requests_of_which_its_predecessor_h
     scheduler.drafter_took_over()
     assert [each.acceptance.is_new_to_drafter for each in (old, cached, new)] == [True, True, False]
     assert (cached.num_cached_tokens, len(plan.new_requests)) == (8, 2)
+
+
+def test_a_drafter_empties_the_cache_when_it_has_drafted_and_not_when_it_connects() -> None:
+    """One that ends at its first order, each time that it is restarted, costs no request its cached prefix."""
+    scheduler = Scheduler(EngineConfig(page_size=4), Capacity(40, 4, CONTEXT, VOCAB_SIZE, [EOS]))
+    old, short, cached = (_waiting(seed, length) for seed, length in enumerate((9, 1, 9)))
+    short.spec = replace(short.spec, cache_salt="other")
+    scheduler.add(old)
+    scheduler.add(short)
+    _step(scheduler)
+    scheduler.drafter_took_over()
+    _step(scheduler)
+    scheduler.add(cached)
+    _step(scheduler)
+    assert (cached.num_cached_tokens, cached.acceptance.is_new_to_drafter) == (8, True)
+    _step(scheduler, num_drafts=1)
+    assert scheduler.cache.match("", old.token_ids) == []
+    for _ in range(4):
+        _step(scheduler)
+    assert scheduler.cache.match("other", short.token_ids) == [], "the drafter has not read the start of its block"
+    after = _waiting(3, 9)
+    scheduler.add(after)
+    _step(scheduler)
+    assert (after.num_cached_tokens, after.acceptance.is_new_to_drafter) == (0, False)
+    assert len(scheduler.cache.match("", after.token_ids)) == 2
 
 
 def test_the_next_step_frees_the_slot_of_an_aborted_request() -> None:
