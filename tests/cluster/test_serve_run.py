@@ -56,7 +56,14 @@ def started(command: list[str], folder: Path, url: str) -> "subprocess.Popen[byt
     log = folder / "serve.log"
     for _ in range(JOIN_ATTEMPTS):
         with log.open("wb") as out:
-            serve = subprocess.Popen(command, cwd=folder, env=usual | path | ray, stdout=out, stderr=subprocess.STDOUT)
+            serve = subprocess.Popen(
+                command,
+                cwd=folder,
+                env=usual | path | ray,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored in a script's background
+            )
         try:
             wait_until(lambda serve=serve: serve.poll() is not None or is_healthy(url), START_S)  # type: ignore[misc]
         except AssertionError:
