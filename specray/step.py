@@ -150,6 +150,7 @@ class RequestResult(NamedTuple):
     # What was computed after that is dropped.
     is_deferred: bool = False
     draft_scores: Sequence[float] = ()  # the drafts' if DraftLimit.min_score is set, those below it included
+    forced_nodes: Sequence[int] = ()  # nodes of the verified tree that a grammar added to the drafter's
 
 
 class StepTimes(NamedTuple):

@@ -56,9 +56,11 @@ class StatsRecorder:
         if before is not None:
             stats.observe("specray_inter_token_latency_seconds", request.last_token - before)
             stats.add("specray_draft_budget_tokens_total", num_allowed)
-            stats.accepted(emitted.result.num_draft_tokens, num_kept - 1)
-            if emitted.result.num_draft_tokens and request.has_usual_trees:
-                self._alarm.count_tree(drafter, num_kept - 1, request.has_grammar)
+            result, num_accepted = emitted.result, num_kept - 1
+            stats.accepted(result.num_draft_tokens, num_accepted)
+            if result.num_draft_tokens > len(result.forced_nodes) and request.has_usual_trees:
+                num_forced = sum(node in result.forced_nodes for node in result.accepted_nodes[:num_accepted])
+                self._alarm.count_tree(drafter, num_accepted - num_forced, request.has_grammar)
             return
         request.first_token = request.last_token
         if not request.spec.emitted_token_ids:
@@ -116,6 +118,7 @@ class AcceptanceAlarm:
     """Checks each window of NUM_TREES verified trees of one drafter.
 
     Trees of requests with a grammar, which changes acceptance, count only where no others of the drafter come between.
+    Tokens that the grammar added to them are not the drafter's, and drafts that it forbids are no part of them.
     """
 
     def __init__(self, stats: EngineStats) -> None:

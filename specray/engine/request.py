@@ -121,7 +121,7 @@ class Request:
 
     @property
     def has_usual_trees(self) -> bool:
-        """Whether its trees are the drafter's, as large as the server allows; a grammar may refuse their tokens."""
+        """Whether its trees are the drafter's, as large as the server allows; a grammar may refuse and add tokens."""
         spec = self.spec
         return spec.draft_limit == UNLIMITED and not spec.predicted_token_ids and not spec.is_probe
 

@@ -35,6 +35,16 @@ def constrained(
     return without_dead_ends(*tree.finish())
 
 
+def added_nodes(tree: TreeLists, drafts: TreeLists) -> list[int]:
+    """Nodes of a tree of `constrained` that the drafter's tree does not have."""
+    edges = zip(tree.parents[1:], tree.tokens[1:], strict=True)
+    children = {edge: node for node, edge in enumerate(edges, start=1)}
+    places = [ROOT]
+    for token, parent in zip(drafts.tokens[1:], drafts.parents[1:], strict=True):
+        places.append(children.get((places[parent], token), NONE))
+    return sorted(set(range(1, len(tree.tokens))).difference(places))
+
+
 def without_dead_ends(tree: TreeLists, bits: Tensor) -> tuple[TreeLists, Tensor]:
     """The tree without drafts after which no token is allowed: the vocabulary cannot spell what must follow.
 

@@ -43,6 +43,7 @@ class SlotGrammar:
     output: list[int]  # generated before the request entered: after preemption, or by another engine
     matcher: "GrammarMatcher | None" = None  # state after all tokens of the output; None until it is compiled
     deferred_block_ids: list[int] = field(default_factory=list)
+    forced_nodes: Sequence[int] = ()  # nodes of the last tree that the drafter did not propose
     error: str | None = None
     spent_s: float = 0.0  # CPU time in steps
 
@@ -121,6 +122,10 @@ class GrammarTable:
         """Why a request's grammar ends it; None if it does not, or if there is none."""
         return None if (grammar := self.slots.get(slot)) is None else grammar.error
 
+    def forced_nodes(self, slot: int) -> Sequence[int]:
+        """Nodes that its grammar added to a request's last tree."""
+        return () if (grammar := self.slots.get(slot)) is None else grammar.forced_nodes
+
     def accept(self, slot: int, token_ids: Sequence[int]) -> None:
         """Advance a request's matcher by its new tokens, up to one that ends the output."""
         grammar = self.slots.get(slot)
@@ -176,14 +181,17 @@ class GrammarTable:
     def _constrain_row(
         self, grammar: SlotGrammar, tree: DraftTree, drafts: TreeLists, limit: DraftLimit
     ) -> tuple[TreeLists, Tensor]:
-        from specray.structured_output.grammar_tree import allowed_tokens, constrained
+        from specray.structured_output.grammar_tree import added_nodes, allowed_tokens, constrained
 
         tools = self.compilation.tools
         assert grammar.matcher is not None
         if tree.draft_probs is not None:
             # Rejection sampling: a draft that was drawn must be seen to be rejected, or the residual would be wrong.
+            grammar.forced_nodes = ()
             return drafts, allowed_tokens(grammar.matcher, drafts, tools.compiler.num_words)
-        return constrained(grammar.matcher, drafts, limit, tools.compiler.num_words, tools.forced)
+        allowed, bits = constrained(grammar.matcher, drafts, limit, tools.compiler.num_words, tools.forced)
+        grammar.forced_nodes = added_nodes(allowed, drafts)
+        return allowed, bits
 
 
 def _mask_of(bits: dict[int, Tensor], sampling: Sequence[int], num_nodes: list[int]) -> TokenMask:

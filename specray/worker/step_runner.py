@@ -240,7 +240,10 @@ class StepRunner:
         state.token_ids += tokens
         state.sampling.num_output_tokens = len(state.token_ids) - state.num_prompt_tokens
         num_drafts, nodes = batch.num_nodes[row] - 1, output.accepted_nodes(row)
-        return RequestResult(state.slot, tokens, num_drafts, output.logprobs.get(row), None, nodes, prompt_logprobs)
+        logprobs, forced = output.logprobs.get(row), self._grammars.forced_nodes(state.slot)
+        return RequestResult(
+            state.slot, tokens, num_drafts, logprobs, None, nodes, prompt_logprobs, forced_nodes=forced
+        )
 
 
 def _num_drafts(plan: StepPlan) -> int:

@@ -72,6 +72,7 @@ row_result = st.builds(
     st.none() | trees,
     st.booleans(),
     st.lists(st.floats(0, 1), max_size=3),
+    ids,
 )
 times = st.builds(StepTimes, real, real, real, real)
 uses = st.lists(st.builds(DrafterUse, salts, real, real, *[small] * 8), max_size=2)

@@ -19,11 +19,12 @@ from specray.engine.recorder import (
 )
 from specray.engine.request import Emitted, EngineRequest, Request
 from specray.engine.stats import EngineStats
-from specray.grammar import GrammarSpec
+from specray.grammar import GrammarSpec, make_grammar
 from specray.sampling_params import SamplingParams
 from specray.step import DraftLimit, RequestResult
 from tests.support.drafters import ScriptedDrafter, draw_wrong
 from tests.support.engine import make_llm
+from tests.support.json_toy import write_json_toy
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 
@@ -118,6 +119,22 @@ def test_trees_count_that_are_the_drafters_alone(options: dict[str, Any], counts
     for _ in range(NUM_TREES):
         recorder.emitted(step, 1, 4, "EAGLE3")
     assert stats.labelled[COLLAPSED] == ({"EAGLE3": 1} if counts else {})
+
+
+def test_tokens_that_a_grammar_forces_are_not_the_drafters(tmp_path: Path) -> None:
+    """JSON's punctuation is accepted without a drafter, whose drafts are all wrong here."""
+    kinds = {f"key{place}": {"type": "string", "maxLength": 6} for place in range(3)}
+    grammar = make_grammar("json_schema", {"type": "object", "properties": kinds, "required": list(kinds)})
+    params = replace(greedy(60), grammar=grammar)
+    toy, prompts = write_json_toy(tmp_path), [[5, 6, seed] for seed in range(32)]
+    with make_llm(toy) as llm:
+        done = llm.generate(prompts, params)
+    texts = [[*generation.prompt_token_ids, *generation.choices[0].token_ids] for generation in done]
+    with make_llm(toy, ScriptedDrafter(draw_wrong, texts)) as llm:
+        llm.generate(prompts, params)
+        assert list(llm.engine.stats.labelled[COLLAPSED].values()) == [1]
+        counts = llm.engine.stats.values
+        assert counts["specray_spec_decode_num_accepted_tokens_total"] > counts["specray_verify_steps_total"] / 4
 
 
 def test_a_new_drafter_resets_the_alarm(toy: Path) -> None:
