@@ -6,6 +6,7 @@ import os
 import secrets
 import socket
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from ray.exceptions import GetTimeoutError, RayError
 
 from cluster import process_settings
 from cluster.config import AppConfig
-from cluster.engine.mps import ANOTHER, IN_USE, MpsDaemon, reason_without_mps
+from cluster.engine.mps import ANOTHER, IN_USE, NO_DAEMON, MpsDaemon, reason_without_mps, release
 from cluster.engine.placement import (
     PLACEMENT_TIMEOUT_S,
     Bundle,
@@ -29,7 +30,7 @@ from cluster.engine.placement import (
 from cluster.engine.rendezvous import file_rendezvous
 from cluster.engine.supervisor import DrafterSupervisor
 from cluster.engine.target import TargetActor
-from cluster.liveness.actors import RAY_EXIT_S, Place, exit_reason, start_error
+from cluster.liveness.actors import MPS_FOLDER, RAY_EXIT_S, Place, exit_reason, start_error
 from cluster.liveness.watchdog import Watchdogs, ranks_by_node
 from specray.channel import Channel, ChannelClosedError
 from specray.config import EngineConfig, with_values
@@ -65,10 +66,13 @@ class RayExecutor:
         self._drafter: DrafterSupervisor | None = None
         self.mps = reason_without_mps(config, os.environ) or IN_USE  # for /server_info
         self._mps = MpsDaemon(Path(self._folder.name)) if self.mps == IN_USE else None
-        if with_gpus and config.has_draft_actor:
-            logger.info("draft.mps: %s is %s", config.draft.mps, self.mps)
-            if config.draft.cuda_ipc and self.mps not in (IN_USE, ANOTHER):
-                logger.warning("draft.cuda_ipc has no effect without MPS")
+        self._mps_pipes: str | None = None  # None: actors on GPUs keep their node's environment
+        if self._mps is not None:
+            self._mps_pipes = self._mps.pipes
+        elif self.mps == ANOTHER:
+            self._mps_pipes = os.environ[MPS_FOLDER]
+        elif config.draft.mps == "off":
+            self._mps_pipes = NO_DAEMON
         self._failure: str | None = None
         self._step_timeout_s = config.server.step_timeout_s
         self._epoch = secrets.randbits(64)
@@ -78,16 +82,22 @@ class RayExecutor:
             wanted = bundles(config, with_gpus)
             if self._mps is not None:
                 self.mps = self._mps.start([gpu for place in self._places(wanted) for gpu in place.gpus])
-            if config.has_draft_actor:
+            endpoint = self._endpoint(config) if config.has_draft_actor else None
+            if endpoint is not None:
+                if with_gpus:
+                    logger.info("draft.mps: %s is %s", config.draft.mps, self.mps)
+                if config.draft.cuda_ipc and not endpoint.uses_cuda_ipc:
+                    logger.warning("draft.cuda_ipc has no effect without MPS: %s", self.mps)
                 resources = draft_resources(config, with_gpus)
                 options = [self._options(config, resources, bundle) for bundle in draft_bundles(config)]
-                release = self._mps.release if self._mps is not None else lambda _: None
-                self._drafter = DrafterSupervisor(_rank_config(config), self._endpoint(config), options, release)
+                pipes = self._mps_pipes if self.mps in (IN_USE, ANOTHER) else None
+                before_kill = partial(release, pipes) if pipes is not None else lambda _: None
+                self._drafter = DrafterSupervisor(_rank_config(config), endpoint, options, before_kill)
             places = self._places(wanted)
             self.rank_nodes = tuple(place.address for place in places)
             self._watchdogs = Watchdogs(Path(self._folder.name), places, self._watchdog_options)
             max_plans = 1 if config.disable_overlap_schedule else 2
-            capacity = self._start(places)
+            capacity = self._start(places, endpoint)
             # Without graphs, a GPU would have to cut trees by scores, and its steps would start later.
             learns = not with_gpus or capacity.has_graphs
             self._capacity = capacity._replace(max_plans=max_plans, learns_budget=learns)
@@ -190,12 +200,10 @@ class RayExecutor:
         self._folder.cleanup()
 
     def _create(self, config: AppConfig, with_gpus: bool) -> list[Any]:
-        endpoint = self._endpoint(config) if config.has_draft_actor else None
         actor_class = ray.remote(TargetActor)
         options = [self._options(config, rank_resources(config, with_gpus, n), n) for n in range(config.tp_size)]
         return [
-            actor_class.options(**options[rank]).remote(_rank_config(config), rank, endpoint)
-            for rank in range(config.tp_size)
+            actor_class.options(**options[rank]).remote(_rank_config(config), rank) for rank in range(config.tp_size)
         ]
 
     def _places(self, wanted: list[Bundle]) -> list[Place]:
@@ -212,8 +220,8 @@ class RayExecutor:
     def _options(self, config: AppConfig, resources: Bundle, bundle: int) -> dict[str, Any]:
         """Ray's options for an actor in a bundle."""
         environment = rank_environment(config, has_gpu="GPU" in resources)
-        if self._mps is not None:
-            environment |= self._mps.environment
+        if self._mps_pipes is not None and "GPU" in resources:
+            environment[MPS_FOLDER] = self._mps_pipes
         return {
             "num_cpus": resources["CPU"],
             "num_gpus": resources.get("GPU", 0.0),
@@ -224,14 +232,15 @@ class RayExecutor:
     def _watchdog_options(self, rank: int) -> dict[str, Any]:
         return {"num_cpus": 0, "scheduling_strategy": self._placement.bundle(rank)}
 
-    def _start(self, places: list[Place]) -> Capacity:
+    def _start(self, places: list[Place], endpoint: DraftEndpoint | None) -> Capacity:
         """Load the model in all ranks; rank 0's capacity. Raises on the first failure: the others would wait for it."""
         assert self._watchdogs is not None
         init_method, paths = self._init_method(places), self._watchdogs.heartbeat_paths
         router_path = Path(self._folder.name, "heartbeat-router")
         HeartbeatFile(router_path).keep_beating()
         starting: list[ray.ObjectRef[Capacity]] = [
-            actor.start.remote(init_method, paths[rank], str(router_path)) for rank, actor in enumerate(self._actors)
+            actor.start.remote(init_method, paths[rank], str(router_path), endpoint)
+            for rank, actor in enumerate(self._actors)
         ]
         waiting = starting
         while waiting:

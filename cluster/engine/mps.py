@@ -19,7 +19,8 @@ from cluster.liveness.actors import MPS_FOLDER, NVIDIA_SMI, Process
 CONTROL = "nvidia-cuda-mps-control"
 LOG_FOLDER = "CUDA_MPS_LOG_DIRECTORY"
 IN_USE = "on"
-ANOTHER = f"{MPS_FOLDER} is set: its daemon is used"
+ANOTHER = f"the daemon of {MPS_FOLDER} is used"
+NO_DAEMON = "/dev/null"  # as MPS_FOLDER: CUDA finds no daemon and continues without MPS
 START_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 2.0  # of a command; a drafter that is to be killed waits for two of them
 END_TIMEOUT_S = 10  # for the daemon and its server; the server has half of it for processes that still run
@@ -53,10 +54,19 @@ def reason_without_mps(config: AppConfig, environment: Mapping[str, str]) -> str
         return "draft.mps: off"
     if config.placement.across_nodes:
         return "placement.across_nodes: a daemon serves one node"
-    if environment.get(MPS_FOLDER):
+    if (pipes := environment.get(MPS_FOLDER)) and _ask(pipes, "get_server_list") is not None:
         return ANOTHER
     missing = [program for program in (CONTROL, NVIDIA_SMI) if shutil.which(program) is None]
     return f"{' and '.join(missing)} not found on this node" if missing else ""
+
+
+def release(pipes: str, pid: int) -> None:
+    """Release what a process that is about to be killed does on the GPU; `pipes` is its daemon's folder.
+
+    A process that is killed without this leaves the others of the daemon in an undefined state.
+    """
+    for server in (_ask(pipes, "get_server_list") or "").split():
+        _ask(pipes, f"terminate_client {server} {pid}")
 
 
 class MpsDaemon:
@@ -66,10 +76,10 @@ class MpsDaemon:
     """
 
     def __init__(self, folder: Path) -> None:
-        pipes, self._log = folder / "mps", folder / "mps-log"
-        for each in (pipes, self._log):
+        self._folder, self._log = folder / "mps", folder / "mps-log"
+        for each in (self._folder, self._log):
             each.mkdir(mode=0o700)
-        self.environment = {MPS_FOLDER: str(pipes)}  # of the processes that compute
+        self.pipes = str(self._folder)  # MPS_FOLDER of the processes that compute
         self._guard: subprocess.Popen[str] | None = None
         self._process: Process | None = None  # of the guard in the background
 
@@ -81,14 +91,12 @@ class MpsDaemon:
         if not all(gpu.startswith(("GPU-", "MIG-")) for gpu in gpus):
             logger.error("MPS is not used: %s gave no UUIDs of the GPUs %s", NVIDIA_SMI, ", ".join(gpus))
             return f"{NVIDIA_SMI} gave no UUIDs"
-        environment = (
-            os.environ | self.environment | {LOG_FOLDER: str(self._log), "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
-        )
+        own = {MPS_FOLDER: self.pipes, LOG_FOLDER: str(self._log), "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
         program, log = shutil.which(CONTROL), self._log / "guard.log"
         assert program is not None, "see `reason_without_mps`"
         self._guard = subprocess.Popen(
             ["/bin/sh", "-c", _GUARD, "sh", program, str(log), str(END_TIMEOUT_S)],
-            env=environment,
+            env=os.environ | own,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -97,24 +105,17 @@ class MpsDaemon:
         assert self._guard.stdout is not None
         self._process = Process(int(self._guard.stdout.readline()))
         until = time.monotonic() + START_TIMEOUT_S
-        while self._ask("get_server_list") is None:
+        while _ask(self.pipes, "get_server_list") is None:
             if time.monotonic() > until:
                 self.close()
+                for pipe in self._folder.iterdir():  # which nobody reads any more
+                    pipe.unlink()
                 said = " ".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_SHOWN_LOG_LINES:])
                 logger.error("MPS is not used: %s has not started in %g s: %s", CONTROL, START_TIMEOUT_S, said)
                 return f"{CONTROL} has not started"
             time.sleep(_POLL_S)
         logger.info("MPS serves %s", ", ".join(gpus))
         return IN_USE
-
-    def release(self, pid: int) -> None:
-        """Release what a process that is about to be killed does on the GPU.
-
-        A process that is killed without this leaves the others of the daemon in an undefined state.
-        """
-        if self._process is not None:
-            for server in (self._ask("get_server_list") or "").split():
-                self._ask(f"terminate_client {server} {pid}")
 
     def close(self) -> None:
         """End the daemon, by force after some seconds. Idempotent."""
@@ -127,19 +128,20 @@ class MpsDaemon:
         self._process.kill(END_TIMEOUT_S + 1.0)
         self._guard = self._process = None
 
-    def _ask(self, command: str) -> str | None:
-        """The daemon's answer; None if there is none."""
-        try:
-            answer = subprocess.run(
-                [CONTROL],
-                input=f"{command}\n",
-                env=os.environ | self.environment,
-                capture_output=True,
-                text=True,
-                timeout=ANSWER_TIMEOUT_S,
-                check=False,
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            logger.warning("the MPS daemon does not answer: %s", error)
-            return None
-        return answer.stdout if answer.returncode == 0 else None
+
+def _ask(pipes: str, command: str) -> str | None:
+    """The answer of the daemon with this folder; None if there is none."""
+    try:
+        answer = subprocess.run(
+            [CONTROL],
+            input=f"{command}\n",
+            env=os.environ | {MPS_FOLDER: pipes},
+            capture_output=True,
+            text=True,
+            timeout=ANSWER_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        logger.warning("the MPS daemon does not answer: %s", error)
+        return None
+    return answer.stdout if answer.returncode == 0 else None

@@ -29,12 +29,11 @@ DRAFTER_TIMEOUT_S = 60.0  # for the first drafter, which has loaded, to connect
 class TargetActor:
     """A Ray actor. Call `start` once, then `loop`, which runs until the rank ends."""
 
-    def __init__(self, config: EngineConfig, rank: int, endpoint: DraftEndpoint | None) -> None:
+    def __init__(self, config: EngineConfig, rank: int) -> None:
         set_log_level_from_environment()
         see_own_gpus()
         self._config = config
         self._rank = rank
-        self._endpoint = endpoint  # where remote drafters connect; None without remote drafters
 
     def place(self) -> Place:
         return Place.here()
@@ -44,11 +43,19 @@ class TargetActor:
         self._store, init_method = open_store(Place.here().address)
         return init_method
 
-    def start(self, init_method: str | None, heartbeat_path: str, router_heartbeat_path: str) -> Capacity:
+    def start(
+        self,
+        init_method: str | None,
+        heartbeat_path: str,
+        router_heartbeat_path: str,
+        endpoint: DraftEndpoint | None,
+    ) -> Capacity:
         """Load the model. Returns once all ranks of the group have been started with the same `init_method`.
 
+        Remote drafters connect to `endpoint`; None without remote drafters.
         Beats in `heartbeat_path` from the beginning. Rank 0 watches the router's heartbeat once it has loaded.
         """
+        self._endpoint = endpoint
         heartbeat = HeartbeatFile(Path(heartbeat_path))
         heartbeat.keep_beating()
         lower_priority_from_environment()

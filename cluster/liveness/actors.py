@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import re
 import select
 import shutil
 import signal
@@ -19,6 +20,7 @@ logger = logging.getLogger("ray.serve")
 CAUSE_S = 0.5  # for the actor that ended the others to be reported, too
 MPS_FOLDER = "CUDA_MPS_PIPE_DIRECTORY"  # variable of processes that use an MPS daemon (`cluster.engine.mps`)
 NVIDIA_SMI = "nvidia-smi"
+SMI_TIMEOUT_S = 20.0  # without persistence mode, the driver takes seconds to start
 RAY_EXIT_S = 1.0  # for a process that Ray ends, which takes milliseconds; Ray logs a failure if it is killed meanwhile
 
 
@@ -85,12 +87,16 @@ def exit_reason(names: Sequence[str], sentinels: "Sequence[ray.ObjectRef[Any]]",
 
 
 def _gpu_uuids() -> dict[str, str]:
-    """The UUID of each GPU of this node, by number; empty without nvidia-smi."""
+    """The UUID of each GPU of this node, by number; empty if nvidia-smi does not say."""
     if (program := shutil.which(NVIDIA_SMI)) is None:
         return {}
     query = [program, "--query-gpu=index,uuid", "--format=csv,noheader"]
-    lines = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()
-    return dict(line.split(", ") for line in lines)
+    try:
+        said = subprocess.run(query, capture_output=True, text=True, check=False, timeout=SMI_TIMEOUT_S).stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
+        logger.warning("%s does not answer: %s", NVIDIA_SMI, error)
+        return {}
+    return dict(re.findall(r"^(\d+), ((?:GPU|MIG)-\S+)$", said, re.MULTILINE))
 
 
 def _ends(names: Sequence[str], sentinels: "Sequence[ray.ObjectRef[Any]]") -> list[tuple[str, RayError | None]]:

@@ -9,7 +9,7 @@ import pytest
 import ray
 
 from cluster.config import AppConfig
-from cluster.engine import executor
+from cluster.engine import executor, mps
 from cluster.engine.executor import RayExecutor
 from cluster.engine.node_resources import check_node_resources
 from cluster.engine.placement import Placement, decide_device, draft_bundles, draft_resources, rank_resources
@@ -46,7 +46,7 @@ def test_each_rank_has_a_gpu_and_shares_it_with_the_draft_actor_beside_it(enviro
     config = decide_device(AppConfig.model_validate(OPTIONS))
     assert config.device == "cuda"
     engine = object.__new__(RayExecutor)
-    engine._placement, engine._mps = Placement(config, with_gpus=True), None
+    engine._placement, engine._mps_pipes = Placement(config, with_gpus=True), None
     wanted = [(rank_resources(config, True, rank), rank) for rank in range(config.tp_size)]
     wanted += [(draft_resources(config, True), bundle) for bundle in draft_bundles(config)]
     actors = []
@@ -74,11 +74,9 @@ def test_an_engine_with_more_gpus_than_there_are_is_one_error() -> None:
         check_node_resources([config])
 
 
-@pytest.mark.usefixtures("ray_cluster")
-def test_an_engine_computes_with_an_mps_daemon_that_ends_last(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its processes are those of an engine on GPUs, which compute on the CPU."""
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeMps:
+    """The processes are those of an engine on GPUs, which compute on the CPU."""
     fake, environment_of, config_of = FakeMps(tmp_path / "bin"), executor.rank_environment, executor._rank_config
 
     def environment(config: AppConfig, has_gpu: bool) -> dict[str, str]:
@@ -87,11 +85,42 @@ def test_an_engine_computes_with_an_mps_daemon_that_ends_last(
     monkeypatch.setenv("PATH", fake.path)
     monkeypatch.setattr(executor, "rank_environment", environment)
     monkeypatch.setattr(executor, "_rank_config", lambda config: with_values(config_of(config), device="cpu"))
-    speculative = {"algorithm": "NGRAM"}
-    config = AppConfig.model_validate(
-        OPTIONS | {"tp_size": 1, "model": str(tiny_model), "device": "cuda", "speculative": speculative}
-    )
-    engine = RayExecutor(config)
+    return fake
+
+
+def config_of_one(model: Path, **draft: object) -> AppConfig:
+    options = {"tp_size": 1, "model": str(model), "device": "cuda", "speculative": {"algorithm": "NGRAM"}}
+    return AppConfig.model_validate(OPTIONS | options | {"draft": OPTIONS["draft"] | draft})
+
+
+@pytest.mark.parametrize(
+    ("draft", "reason", "pipes"),
+    [
+        ({"cuda_ipc": True}, "nvidia-cuda-mps-control has not started", "/mps"),
+        ({"mps": "off"}, "draft.mps: off", "/dev/null"),
+    ],
+    ids=["broken", "off"],
+)
+@pytest.mark.usefixtures("ray_cluster")
+def test_an_engine_without_mps_exchanges_trees_by_its_socket(
+    draft: dict[str, object], reason: str, pipes: str, fake: FakeMps, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that waited for trees on the GPU would hold it; on this CPU it would refuse its drafter."""
+    monkeypatch.setattr(mps, "START_TIMEOUT_S", 0.2)
+    (fake.folder / "broken").touch()
+    engine = RayExecutor(config_of_one(tiny_model, **draft))
+    try:
+        assert (engine.mps, engine.capacity.max_draft_tokens > 0) == (reason, True)
+        folders = [each.environ().get("CUDA_MPS_PIPE_DIRECTORY", "") for each in ray_processes()]
+        assert sum(folder.endswith(pipes) for folder in folders) == 2
+    finally:
+        engine.stop()
+    assert fake.commands == []
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_an_engine_computes_with_an_mps_daemon_that_ends_last(fake: FakeMps, tiny_model: Path) -> None:
+    engine = RayExecutor(config_of_one(tiny_model))
     try:
         assert (engine.mps, engine.capacity.max_draft_tokens > 0) == ("on", True)
         daemon, seen = fake.daemon(), fake.environment

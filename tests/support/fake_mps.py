@@ -10,7 +10,7 @@ import psutil
 SERVER = "4242"  # process ID that the daemon reports of its server
 UUIDS = ["GPU-aaaa", "GPU-bbbb"]
 
-# `deaf` and `broken` are files beside it: a daemon that does not quit, and one that does not start.
+# `deaf`, `broken` and `mute` are files beside it: a daemon that does not quit, does not start, or does not answer.
 CONTROL = f"""#!/bin/sh
 here=$(dirname "$0")
 if [ "$1" = -f ]; then
@@ -21,6 +21,7 @@ if [ "$1" = -f ]; then
     exit
 fi
 [ -e "$CUDA_MPS_PIPE_DIRECTORY/daemon" ] || {{ echo "Cannot find MPS control daemon process" >&2; exit 1; }}
+[ -e "$here/mute" ] && exit 1
 read -r command
 echo "$command" >> "$here/commands"
 case $command in

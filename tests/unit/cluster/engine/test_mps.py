@@ -12,7 +12,7 @@ import pytest
 from cluster.config import AppConfig
 from cluster.engine import mps
 from cluster.engine.executor import RayExecutor
-from cluster.engine.mps import ANOTHER, IN_USE, MpsDaemon, reason_without_mps
+from cluster.engine.mps import ANOTHER, IN_USE, MpsDaemon, reason_without_mps, release
 from cluster.engine.placement import decide_device
 from tests.support.fake_mps import SERVER, UUIDS, FakeMps, has_ended
 
@@ -38,8 +38,9 @@ def test_a_daemon_has_folders_of_its_own_and_names_gpus_by_uuid(
     fake: FakeMps, daemon: MpsDaemon, tmp_path: Path
 ) -> None:
     pipes, logs = tmp_path / "mps", tmp_path / "mps-log"
-    assert daemon.environment == {"CUDA_MPS_PIPE_DIRECTORY": str(pipes)}
-    assert fake.environment == daemon.environment | {
+    assert daemon.pipes == str(pipes)
+    assert fake.environment == {
+        "CUDA_MPS_PIPE_DIRECTORY": str(pipes),
         "CUDA_MPS_LOG_DIRECTORY": str(logs),
         "CUDA_VISIBLE_DEVICES": ",".join(UUIDS),
     }
@@ -47,7 +48,7 @@ def test_a_daemon_has_folders_of_its_own_and_names_gpus_by_uuid(
 
 
 def test_a_process_is_released_at_its_server(fake: FakeMps, daemon: MpsDaemon) -> None:
-    daemon.release(77)
+    release(daemon.pipes, 77)
     assert fake.commands[-2:] == ["get_server_list", f"terminate_client {SERVER} 77"]
 
 
@@ -55,8 +56,6 @@ def test_closing_ends_the_daemon(fake: FakeMps, daemon: MpsDaemon) -> None:
     process = fake.daemon()
     daemon.close()
     assert has_ended(process, 0.0)
-    daemon.release(77)
-    assert not any("77" in command for command in fake.commands)
 
 
 def test_a_daemon_that_does_not_quit_is_killed(fake: FakeMps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,9 +93,21 @@ def test_an_engine_runs_without_a_daemon_that_does_not_start(
     (fake.folder / "broken").touch()
     with contextlib.closing(MpsDaemon(tmp_path)) as daemon:
         assert daemon.start(UUIDS) == "nvidia-cuda-mps-control has not started"
-        daemon.release(77)
+        release(daemon.pipes, 77)
     assert "not permitted" in caplog.text
     assert fake.commands == []
+
+
+def test_a_daemon_that_does_not_answer_leaves_no_pipes(
+    fake: FakeMps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mps, "START_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(mps, "END_TIMEOUT_S", 1)
+    (fake.folder / "mute").touch()
+    with contextlib.closing(MpsDaemon(tmp_path)) as daemon:
+        assert daemon.start(UUIDS) == "nvidia-cuda-mps-control has not started"
+    assert (fake.folder / "environment").exists()  # it did start
+    assert list(Path(daemon.pipes).iterdir()) == []
 
 
 def test_an_engine_runs_without_a_daemon_if_its_gpus_have_no_uuids(fake: FakeMps, tmp_path: Path) -> None:
@@ -124,12 +135,15 @@ def test_a_daemon_is_for_drafters_that_share_a_gpu_of_one_node(options: dict[str
     assert reason_without_mps(config, {}) == reason
 
 
-def test_a_daemon_needs_its_program_and_yields_to_one_that_runs(
-    fake: FakeMps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("fake")
+def test_a_daemon_yields_to_one_that_runs(daemon: MpsDaemon) -> None:
     config = AppConfig.model_validate(COLOCATED)
-    other = {"CUDA_MPS_PIPE_DIRECTORY": "/elsewhere"}
-    assert reason_without_mps(config, other) == "CUDA_MPS_PIPE_DIRECTORY is set: its daemon is used"
+    assert reason_without_mps(config, {"CUDA_MPS_PIPE_DIRECTORY": daemon.pipes}) == ANOTHER
+    assert reason_without_mps(config, {"CUDA_MPS_PIPE_DIRECTORY": "/elsewhere"}) == ""
+
+
+def test_a_daemon_needs_its_program(fake: FakeMps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = AppConfig.model_validate(COLOCATED)
     (fake.folder / "nvidia-cuda-mps-control").unlink()
     monkeypatch.setenv("PATH", str(fake.folder))
     assert reason_without_mps(config, {}) == "nvidia-cuda-mps-control not found on this node"

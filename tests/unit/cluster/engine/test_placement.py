@@ -168,6 +168,13 @@ def test_an_actor_sees_the_gpus_that_ray_gave_it(
     monkeypatch.setenv("PATH", str(tmp_path))
     see_own_gpus()
     assert os.environ["CUDA_VISIBLE_DEVICES"] == visible  # nothing has their UUIDs
-    monkeypatch.setenv("PATH", FakeMps(tmp_path / "bin").path)
+    fake = FakeMps(tmp_path / "bin")
+    monkeypatch.setenv("PATH", fake.path)
+    program = fake.folder / "nvidia-smi"
+    works = program.read_text()
+    program.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed, because'\necho '0, [N/A]'\nexit 9\n")
+    see_own_gpus()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == visible
+    program.write_text(works)
     see_own_gpus()
     assert os.environ["CUDA_VISIBLE_DEVICES"] == with_mps
