@@ -170,6 +170,11 @@ class AppConfig(ServingConfig):
                 "draft.placement=separate shares memory with rank 0, so its GPU must be on the same node, which "
                 "placement.across_nodes does not ensure; set draft.placement: colocated, or across_nodes: false"
             )
+        if self.draft.cuda_ipc and self.placement.across_nodes:
+            raise ConfigError(
+                "draft.cuda_ipc needs MPS, which does not serve ranks of several nodes (placement.across_nodes); set "
+                "cuda_ipc: false, or across_nodes: false"
+            )
         return self
 
     def draft_ranks(self, speculative: SpeculativeConfig) -> int:

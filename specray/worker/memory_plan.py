@@ -136,7 +136,7 @@ def demand_of(
 
     Elsewhere rank 0 has the drafter on its device, unless it is separate.
 
-    With `uses_cuda_ipc`, hidden states for the drafter cross through the device's memory.
+    With `uses_cuda_ipc`, the ring of hidden states is in the device's memory. That of the trees is small.
 
     On a CPU, all processes share the memory, and activations are left to `mem_fraction_static`.
     """

@@ -207,9 +207,15 @@ def tokens_of(engine: Engine, prompts: list[list[int]], params: list[SamplingPar
 
 @pytest.mark.parametrize("uses_cuda_ipc", [False, True], ids=["socket", "memory"])
 def test_the_host_reads_nothing_between_an_outcome_and_the_next_launch_with_a_drafter_in_another_process(
-    uses_cuda_ipc: bool, toy: Path, tmp_path: Path, begun: Counter[tuple[bool, bool]]
+    uses_cuda_ipc: bool,
+    toy: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    begun: Counter[tuple[bool, bool]],
 ) -> None:
     """It drafts after the outcome, whose tokens it is sent. Its trees are known to the host, or the device waits."""
+    for name in ("LEAST_WAIT_S", "FIRST_WAIT_S", "FROZEN_S"):  # for a busy machine
+        monkeypatch.setattr(source, name, 30.0)
     config = colocated_config(toy, tmp_path, 1)
     params = SamplingParams(temperature=0.0, seed=0, max_tokens=30, ignore_eos=True)
     [plain] = generate(toy, [[5, 6, 7]], params, disable_cuda_graph=True)
@@ -221,6 +227,9 @@ def test_the_host_reads_nothing_between_an_outcome_and_the_next_launch_with_a_dr
     assert tokens == plain.token_ids
     assert begun[False, True] > 5, begun
     assert launches_in(events).without_reads >= begun[False, True] - 1, events
+    values = engine.stats.values
+    assert values["specray_spec_decode_num_draft_tokens_total"] > 10
+    assert values["specray_late_drafts_total"] == 0
 
 
 def test_trees_that_the_device_waits_for_in_vain_do_not_change_the_output(

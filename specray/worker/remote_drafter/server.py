@@ -1,7 +1,8 @@
 """A drafter in its own process: receives orders, drafts and replies. The target's side lives in `source`.
 
-It shares only the ring of hidden states with the target. It has its own weights, its own KV for the same blocks
-and its own copy of the request table. When the target dismisses it or dies, the connection closes and `serve` returns.
+It shares the ring of hidden states with the target, and with CUDA IPC the memory of its trees. It has its own weights,
+its own KV for the same blocks and its own copy of the request table.
+When the target dismisses it or dies, the connection closes and `serve` returns.
 
 The drafters of a tensor-parallel target have a group of their own, and each has a part of the draft model. The first
 one alone talks to the target, and passes orders and hidden states on to the others (`follow`). So all read the same
@@ -157,11 +158,12 @@ class DraftServer:
             trees.put(order.region, order.number, tree)
         has_others = self._composite is not None and len(self._composite.members) > 1
         roots = context.roots if has_others else None  # one that is broken must not end the others
-        reply = DraftReply.of(order.number, 0.0, tree, roots)  # waits for the device
+        if trees is None:
+            reply = DraftReply.of(order.number, 0.0, tree, roots)  # waits for the device
+        else:
+            reply = DraftReply.of_sizes(order.number, tree.num_nodes.tolist(), has_others)
         if not order.requests:  # no tree was waited for, and the target may write the region again after the reply
             wait_for(self._device)
-        if trees is not None:
-            reply = reply._replace(trees=[], scores=[])
         uses = [] if self._composite is None else list(self._composite.take_uses())
         return reply._replace(seconds=time.perf_counter() - start, uses=uses)
 

@@ -373,11 +373,12 @@ class _Peer:
         if sent is None or not sent.slots:
             return None
         assert self.trees is not None
-        tree, in_time = self.trees.get(sent.region, sent.number, len(sent.slots), self._patience_s(sent))
         kept = [place for place, slot in enumerate(sent.slots) if slot not in sent.freed]
+        # Copied before the device waits.
+        places, slots = self._table.numbers(kept), self._table.numbers([sent.slots[place] for place in kept])
+        tree, in_time = self.trees.get(sent.region, sent.number, len(sent.slots), self._patience_s(sent))
         if kept:
-            slots = self._table.numbers([sent.slots[place] for place in kept])
-            pending.put(slots, tree.select(self._table.numbers(kept)))
+            pending.put(slots, tree.select(places))
             waiting.update(sent.slots[place] for place in kept)
         return in_time
 

@@ -102,6 +102,13 @@ class DraftReply(NamedTuple):
         return cls(number, seconds, trees, None, [], scores, num_broken)
 
     @classmethod
+    def of_sizes(cls, number: int, num_nodes: list[int], has_others: bool) -> "DraftReply":
+        """The reply for trees of these sizes in a GPU's memory; `has_others`: some may be those of other drafters."""
+        if (num_broken := num_nodes.count(0)) and not has_others:
+            return cls.failed(number, 0.0, DraftFault.NOT_A_NUMBER)
+        return cls(number, 0.0, [], None, [], [], num_broken)
+
+    @classmethod
     def failed(cls, number: int, seconds: float, fault: DraftFault) -> "DraftReply":
         return cls(number, seconds, [], fault, [], [])
 

@@ -115,6 +115,10 @@ def test_a_separate_drafter_is_not_placed_without_speculation() -> None:
         ({"placement": {"rank_resources": {"seat": 0}}}, "greater than 0"),
         ({"draft": {"placement": "separate", "cuda_ipc": True}}, "set draft.placement: colocated, or cuda_ipc: false"),
         ({"draft": {"cuda_ipc": True, "mps": "off"}}, "set mps: auto, or cuda_ipc: false"),
+        (
+            {"tp_size": 2, "draft": {"cuda_ipc": True}, "placement": {"across_nodes": True}},
+            "set cuda_ipc: false, or across_nodes: false",
+        ),
         (SPLIT | {"draft": {"placement": "separate"}}, "on the same node.*set draft.placement: colocated"),
     ],
 )
