@@ -84,16 +84,18 @@ class DeviceMemory:
     def __init__(self, num_rows: int, dtype: torch.dtype, device: torch.device) -> None:
         """For up to `num_rows` requests, and hidden states of type `dtype`."""
         self._num_rows, self._dtype, self._device = num_rows, dtype, device
-        self._rings: dict[tuple[int, int], DeviceRing] = {}
+        self._rings: list[DeviceRing] = []
         self._trees: dict[int, DeviceTrees] = {}
 
     def ring(self, tokens: int, width: int) -> DeviceRing | None:
-        """The ring for regions of [tokens, width]; None if no hidden states are read."""
+        """A ring for regions of at least [tokens, width]; None if no hidden states are read."""
         if not width:
             return None
-        if (tokens, width) not in self._rings:
-            self._rings[tokens, width] = DeviceRing.make(tokens, width, self._dtype, self._device)
-        return self._rings[tokens, width]
+        for ring in self._rings:
+            if ring.num_tokens >= tokens and ring.regions[0].shape[1] == width:
+                return ring
+        self._rings.append(DeviceRing.make(tokens, width, self._dtype, self._device))
+        return self._rings[-1]
 
     def trees(self, most_nodes: int) -> DeviceTrees:
         if most_nodes not in self._trees:

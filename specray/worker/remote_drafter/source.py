@@ -303,7 +303,7 @@ class _Peer:
             os.close(fd)
         sizes = table.num_slots, table.max_tokens, table.page_size, table.vocab_size
         reply = TargetHandshake(
-            tokens, width, str(limits.dtype).removeprefix("torch."), *sizes, device_ring, device_trees
+            self._ring.num_tokens, width, str(limits.dtype).removeprefix("torch."), *sizes, device_ring, device_trees
         )
         self._channel.send(pack(reply), SEND_S)
         self._spin_s = spin_seconds(table.device.type)

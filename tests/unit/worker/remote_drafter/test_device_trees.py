@@ -97,3 +97,11 @@ def test_a_rank_has_one_memory_for_all_drafters_that_connect() -> None:
     assert memory.ring(64, 0) is None  # no hidden states are read
     assert memory.trees(NODES) is memory.trees(NODES)
     assert memory.trees(NODES) is not memory.trees(1)
+
+
+def test_a_drafter_with_shorter_paths_has_the_ring_of_the_one_before(ipc: FakeIpc) -> None:
+    """Memory that drafters have opened may never be freed."""
+    memory = DeviceMemory(ROWS, torch.float32, CPU)
+    rings = [memory.ring(tokens, width) for tokens, width in ((8, 6), (5, 6), (8, 4), (9, 6))]
+    assert rings[1] is rings[0]
+    assert [len({id(ring) for ring in rings}), ipc.events] == [3, 3 * 4]
