@@ -76,7 +76,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.part", description=__doc__)
     parser.add_argument("name")
     add_options(parser)
-    options = parser.parse_args(argv)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        return _measure(parser.parse_args(argv))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _measure(options: argparse.Namespace) -> int:
+    """The process's status."""
     name, device, is_tiny = options.name, torch.device(options.device), options.model == "tiny"
     checkpoints = None
     if options.target is not None:

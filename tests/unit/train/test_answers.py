@@ -115,7 +115,7 @@ def test_a_killed_run_leaves_no_process_behind(options: AnswerOptions, tmp_path:
     run = subprocess.Popen(long_run(options, tmp_path), cwd=ROOT)
     generators: list[int] = []
     try:
-        wait_until(lambda: len(generators_of(run.pid)) == 2, seconds=60)
+        wait_until(lambda: len(generators_of(run.pid)) == 2, seconds=300)
         generators = generators_of(run.pid)
         run.kill()
         wait_until(lambda: all(map(has_ended, generators)), seconds=30)
@@ -131,7 +131,7 @@ def test_sigterm_to_a_run_of_several_processes_writes_what_is_finished(options: 
     """As `kill` and `docker stop` send it, to the first process alone."""
     run = subprocess.Popen(long_run(options, tmp_path), cwd=ROOT, stderr=subprocess.PIPE, text=True)
     try:
-        wait_until(lambda: len(generators_of(run.pid)) == 2, seconds=60)
+        wait_until(lambda: len(generators_of(run.pid)) == 2, seconds=300)
         assert run.stderr is not None
         for line in run.stderr:  # progress bars end with carriage returns, which are line ends in text mode
             if "request" in line and " 0/" not in line:
@@ -152,7 +152,7 @@ def test_ctrl_c_while_generators_start_ends_quietly(options: AnswerOptions, tmp_
         command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=heed
     )
     try:
-        wait_until(lambda: len(generators_of(run.pid)) == 2, seconds=60)
+        wait_until(lambda: len(generators_of(run.pid)) == 2, seconds=300)
         time.sleep(0.3)
         os.killpg(run.pid, signal.SIGINT)
         _, errors = run.communicate(timeout=60)
