@@ -31,6 +31,7 @@ from tests.support.decoders import write_decoder
 from tests.support.engine import make_llm, visible
 from tests.support.fake_ipc import fake_ipc
 from tests.support.methods import KINDS, METHODS, Make
+from tests.support.processes import wait_until
 
 PREFIX = [0, 9, 8, 7, 6, 5, 4, 30, 31, 32, 9, 8, 7, 6, 5, 4]
 PROMPTS = [[*PREFIX, 40, 41, 42], [*PREFIX, 50, 41], [*PREFIX[:8], 33], [5], [0, 2, 4, 2, 4, 2, 4]]
@@ -333,16 +334,18 @@ def test_a_drafter_that_is_slower_than_plain_steps_is_used_again(
     """Otherwise it would have orders of steps that are over for ever."""
 
     def slow(drafter: BrokenDrafter) -> None:
-        time.sleep(0.55 if drafter._num_proposals == 2 else 0.01)
+        if drafter._num_proposals == 2:
+            wait_until(lambda: colocated.drafts._peer is None or colocated.drafts._peer.is_late, 60.0)
+            time.sleep(0.05)  # some plain steps
+        time.sleep(0.01)
 
     set_timeouts(monkeypatch, {"LEAST_WAIT_S": 0.5})
     with make_llm(toy, speculative=METHODS["NGRAM"](toy, tmp_path), page_size=4) as llm:
         colocated = Colocated(llm, tmp_path, uses_cuda_ipc)
         colocated.start(BrokenDrafter(Fault("late", draft=slow), lambda: None))
-        for _ in range(3):  # a fast machine may end the first one before the drafter has caught up
-            llm.generate(PROMPTS[:1], SamplingParams(temperature=0.0, max_tokens=230, ignore_eos=True))
+        llm.generate(PROMPTS[:1], SamplingParams(temperature=0.0, max_tokens=230, ignore_eos=True))
         assert faults_of(llm).keys() == {"late"}
-        assert llm.engine.stats.values["specray_spec_decode_num_draft_tokens_total"] > 50
+        assert llm.engine.stats.values["specray_spec_decode_num_draft_tokens_total"] > 20
         colocated.close()
 
 
