@@ -25,6 +25,7 @@ from benchmarks.gpu.random_model import LLAMA_8B, ModelSize, write_head, write_t
 from benchmarks.gpu.random_model import TINY as TINY_MODEL
 from benchmarks.gpu.report import Cell, Order, Report, requests
 from benchmarks.gpu.speed import VARIANTS, Variant
+from cluster.engine.mps import ANOTHER, IN_USE
 from specray.bench.exchange import Exchange, exchange, request_bytes
 from specray.bench.ledger import Outcome, ending_of
 from specray.cli.local_server import LocalServer, free_port
@@ -90,6 +91,8 @@ def measure(order: Order, setting: Setting) -> Iterator[Cell]:
         with LocalServer(file, free_port()) as server:
             ready = "until ready, s" if variant.chain else "until ready with a cold Triton cache, s"
             yield Cell(TABLE, title, ready, server.wait_until_ready(READY_S), "{:.1f}")
+            if "memory" in placement and not order.is_tiny:
+                _check_mps(json.loads(server.get("/server_info"))["draft_mps"])
             for count in setting.batch_sizes:
                 load = asyncio.run(_streams(server.url, setting, count, setting.max_tokens))
                 if load.num_complete < count:
@@ -168,6 +171,12 @@ def _beside_inline(order: Order, title: str, count: int, tokens_per_s: float) ->
         if cell.column == f"tokens/s, {requests(count)}":
             ratio = tokens_per_s / cell.value
             yield Cell(TABLE, title, f"tokens/s over inline, {requests(count)}", ratio, goal=PLACEMENT_GOAL)
+
+
+def _check_mps(mps: str) -> None:
+    """Without MPS, trees cross the socket."""
+    if mps not in (IN_USE, ANOTHER):
+        raise RuntimeError(f"draft.cuda_ipc has no effect: MPS is {mps}; start the container with MPS's programs")
 
 
 def _kill(server: LocalServer, setting: Setting, title: str, victim: str) -> Iterator[Cell]:
