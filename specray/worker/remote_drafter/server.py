@@ -1,8 +1,8 @@
 """A drafter in its own process: receives orders, drafts and replies. The target's side lives in `source`.
 
 It shares the ring of hidden states with the target, and with CUDA IPC the memory of its trees. It has its own weights,
-its own KV for the same blocks and its own copy of the request table.
-When the target dismisses it or dies, the connection closes and `serve` returns.
+its own KV for the same blocks and its own copy of the request table. When the target dismisses it or dies, the
+connection closes and `serve` returns.
 
 The drafters of a tensor-parallel target have a group of their own, and each has a part of the draft model. The first
 one alone talks to the target, and passes orders and hidden states on to the others (`follow`). So all read the same
