@@ -88,7 +88,7 @@ def table(ops: TorchStepOps, batch: VerifyInput) -> Any:
 CASES: dict[str, Callable[[TorchStepOps, VerifyInput], Any]] = {
     each.__name__: each for each in (verify, verify_chosen, choose, choose_padded, verify_padded, accept, table)
 }
-ELSEWHERE = {"trees"}  # `test_cpu_steps` and `test_gpu_steps`
+ELSEWHERE = {"trees", "release_trees", "await_trees"}  # `test_cpu_steps` and `test_gpu_steps`
 
 
 def replaced(ops: type[TorchStepOps]) -> set[str]:
