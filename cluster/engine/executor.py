@@ -15,7 +15,7 @@ from ray.exceptions import GetTimeoutError, RayError
 
 from cluster import process_settings
 from cluster.config import AppConfig
-from cluster.engine.mps import ANOTHER, IN_USE, NO_DAEMON, MpsDaemon, reason_without_mps, release
+from cluster.engine.mps import ANOTHER, IN_USE, NO_DAEMON, MpsDaemon, reason_not_started, terminate_client
 from cluster.engine.placement import (
     PLACEMENT_TIMEOUT_S,
     Bundle,
@@ -64,7 +64,7 @@ class RayExecutor:
         self._watchdogs: Watchdogs | None = None
         self._channel: Channel | None = None
         self._drafter: DrafterSupervisor | None = None
-        self.mps = reason_without_mps(config, os.environ) or IN_USE  # for /server_info
+        self.mps = reason_not_started(config, os.environ) or IN_USE  # for /server_info
         self._mps = MpsDaemon(Path(self._folder.name)) if self.mps == IN_USE else None
         self._mps_pipes: str | None = None  # None: actors on GPUs keep their node's environment
         if self._mps is not None:
@@ -85,13 +85,13 @@ class RayExecutor:
             endpoint = self._endpoint(config) if config.has_draft_actor else None
             if endpoint is not None:
                 if with_gpus:
-                    logger.info("draft.mps: %s is %s", config.draft.mps, self.mps)
+                    logger.info("MPS: %s", self.mps)
                 if config.draft.cuda_ipc and not endpoint.uses_cuda_ipc:
                     logger.warning("draft.cuda_ipc has no effect without MPS: %s", self.mps)
                 resources = draft_resources(config, with_gpus)
                 options = [self._options(config, resources, bundle) for bundle in draft_bundles(config)]
                 pipes = self._mps_pipes if self.mps in (IN_USE, ANOTHER) else None
-                before_kill = partial(release, pipes) if pipes is not None else lambda _: None
+                before_kill = partial(terminate_client, pipes) if pipes is not None else lambda _: None
                 self._drafter = DrafterSupervisor(_rank_config(config), endpoint, options, before_kill)
             places = self._places(wanted)
             self.rank_nodes = tuple(place.address for place in places)

@@ -46,7 +46,7 @@ echo $!
 logger = logging.getLogger("ray.serve")
 
 
-def reason_without_mps(config: AppConfig, environment: Mapping[str, str]) -> str:
+def reason_not_started(config: AppConfig, environment: Mapping[str, str]) -> str:
     """Why an engine on this node starts no MPS daemon; empty if it does. `config.device` is decided."""
     if not (uses_gpus(config) and config.has_draft_actor and config.draft_placement == "colocated"):
         return "no drafter shares a rank's GPU"
@@ -60,17 +60,17 @@ def reason_without_mps(config: AppConfig, environment: Mapping[str, str]) -> str
     return f"{' and '.join(missing)} not found on this node" if missing else ""
 
 
-def release(pipes: str, pid: int) -> None:
-    """Release what a process that is about to be killed does on the GPU; `pipes` is its daemon's folder.
+def terminate_client(pipes: str, pid: int) -> None:
+    """Ask the daemon whose folder is `pipes` to terminate a client process that is about to be killed.
 
-    A process that is killed without this leaves the others of the daemon in an undefined state.
+    If a client is killed without this, the daemon's other clients are in an undefined state.
     """
     for server in (_ask(pipes, "get_server_list") or "").split():
         _ask(pipes, f"terminate_client {server} {pid}")
 
 
 class MpsDaemon:
-    """An engine's daemon. Its files are in the engine's private `folder`, of which they are removed with the rest.
+    """An engine's daemon. Its files are in the engine's private `folder` and are removed with it.
 
     `start` comes before any process of the engine initialises CUDA, and `close` after all of them have ended.
     """
@@ -93,7 +93,7 @@ class MpsDaemon:
             return f"{NVIDIA_SMI} gave no UUIDs"
         own = {MPS_FOLDER: self.pipes, LOG_FOLDER: str(self._log), "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
         program, log = shutil.which(CONTROL), self._log / "guard.log"
-        assert program is not None, "see `reason_without_mps`"
+        assert program is not None, "see `reason_not_started`"
         self._guard = subprocess.Popen(
             ["/bin/sh", "-c", _GUARD, "sh", program, str(log), str(END_TIMEOUT_S)],
             env=os.environ | own,

@@ -30,7 +30,7 @@ class Place(NamedTuple):
     node_id: str
     address: str  # the node's in the Ray cluster
     pid: int
-    gpus: tuple[str, ...] = ()  # that it sees; see `see_own_gpus`
+    gpus: tuple[str, ...] = ()  # numbers or UUIDs of the GPUs that it sees
 
     @classmethod
     def here(cls) -> Self:
@@ -142,7 +142,7 @@ class Process:
 
     @property
     def is_running(self) -> bool:
-        """False once it was killed here, too."""
+        """Whether it has neither ended nor been killed by `kill`."""
         return self._fd is not None and not self._has_ended(0.0)
 
     def kill(self, grace_s: float = 0.0) -> None:

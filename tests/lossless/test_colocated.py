@@ -447,8 +447,8 @@ def test_a_drafter_that_breaks_beside_its_memory_does_not_change_the_output(
     assert faults.keys() >= IN_MEMORY[name]
 
 
-class LyingDrafter(BrokenDrafter):
-    """Its trees are none, or those of another request."""
+class InvalidTreesDrafter(BrokenDrafter):
+    """Its trees have a wrong root, a token outside of the vocabulary, or a parent behind its child."""
 
     lies = (([99, 3, 4], [NONE, 0, 1]), ([None, 3, 64], [NONE, 0, 1]), ([None, 3, 4], [NONE, 2, 0]))
 
@@ -461,12 +461,12 @@ class LyingDrafter(BrokenDrafter):
         return tree
 
 
-def test_lies_in_memory_are_not_verified(toy: Path, tmp_path: Path) -> None:
+def test_invalid_trees_in_memory_are_not_verified(toy: Path, tmp_path: Path) -> None:
     with make_llm(toy, page_size=4) as llm:
         expected = [visible(choice) for choice in run(llm)]
     with make_llm(toy, speculative=METHODS["NGRAM"](toy, tmp_path), page_size=4) as llm:
         colocated = Colocated(llm, tmp_path, uses_cuda_ipc=True)
-        drafter = LyingDrafter(Fault("lies"), lambda: None)
+        drafter = InvalidTreesDrafter(Fault("lies"), lambda: None)
         colocated.start(drafter)
         assert [visible(choice) for choice in run(llm)] == expected
         assert drafter._num_proposals > 10

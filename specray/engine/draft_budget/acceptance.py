@@ -44,7 +44,7 @@ class RequestAcceptance:
     expected: float = 0.0
     drafter: str = ""  # the one of several drafters that the request has: their averages differ
     num_missed_tokens: int = 0  # computed in steps after which the drafter was not called
-    is_new_to_drafter: bool = False  # a drafter that took over has read only what came since, and accepts less
+    is_new_to_drafter: bool = False  # the drafter took over while it ran, and has no KV of its earlier tokens
     num_in_row: int = 0  # drafts accepted since the last rejected one
     num_last: int = 0  # drafts of the last tree that had any
     num_trees: int = 0  # trees with known scores
@@ -66,8 +66,8 @@ class RequestAcceptance:
         return self.num_missed_tokens <= MAX_MISSED_TOKENS
 
     @property
-    def shows_drafter(self) -> bool:
-        """Whether its trees say something about those of other requests."""
+    def is_representative(self) -> bool:
+        """Whether acceptance of its trees predicts that of other requests with this drafter."""
         return self.is_caught_up and not self.is_new_to_drafter
 
     @property
@@ -160,9 +160,9 @@ class ScoredTree(NamedTuple):
 class _Nodes(NamedTuple):
     """The drafts of several trees, one after the other."""
 
-    first: NDArray[np.int64]  # [trees + 1], of each tree, and the number of all
-    places: NDArray[np.int64]  # in their trees, from 0 on
-    classes: NDArray[np.int64]  # of their scores, by EDGES
+    first: NDArray[np.int64]  # [trees + 1]: index of the first draft of each tree, then the number of drafts
+    places: NDArray[np.int64]  # index of each draft in its tree
+    classes: NDArray[np.int64]  # score class of each draft, see EDGES
     are_verified: NDArray[np.bool_]
 
     @classmethod

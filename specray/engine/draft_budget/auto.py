@@ -269,7 +269,7 @@ class AutoBudget:
 
     def _is_among_first_trees(self, request: Drafting) -> bool:
         """Whether too few trees were seen of its drafter, and its own would count."""
-        if not request.most or not request.is_recorded or not request.acceptance.shows_drafter:
+        if not request.most or not request.is_recorded or not request.acceptance.is_representative:
             return False
         drafter = request.acceptance.drafter
         is_tried_anew = drafter in self._disuse and self._disuse[drafter].is_tried_anew

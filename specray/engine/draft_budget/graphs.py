@@ -146,7 +146,7 @@ class GraphBudget:
 
     def _is_learning(self, requests: Sequence[Drafting]) -> bool:
         """Whether too little is known of the drafters of all these requests, whose trees show more."""
-        shown = [request for request in requests if request.is_recorded and request.acceptance.shows_drafter]
+        shown = [request for request in requests if request.is_recorded and request.acceptance.is_representative]
         names = {request.acceptance.drafter for request in shown if request.most}
         return bool(names) and all(
             name not in self._nodes or self._nodes[name].num_trees < NUM_FIRST_TREES for name in names

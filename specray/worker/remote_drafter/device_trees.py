@@ -3,8 +3,8 @@
 The drafter's stream writes the trees of an order to the order's region, and then the order's number. The target's
 stream waits for this number, up to a limit that the GPU's clock measures, so no host waits: a drafter that is late,
 dead or frozen costs the step its drafts. A region with another number has no trees for this step. Numbers are never
-used twice, so what a drafter writes that was replaced is not taken for another one's. The trees are checked like those
-of a drafter in the target's process (`PendingTrees`), after they were copied.
+used twice, so trees that a replaced drafter still writes are not taken for its successor's. The trees are checked like
+those of a drafter in the target's process (`PendingTrees`), after they were copied.
 """
 
 import msgpack
@@ -78,7 +78,7 @@ class DeviceTrees:
 class DeviceMemory:
     """What a rank shares with its drafters, each of which opens it. It lasts as long as the rank.
 
-    Memory that a process has opened and not let go of, because it was killed, is never freed.
+    CUDA does not free memory that another process opened and was killed before it closed, so it is used again.
     """
 
     def __init__(self, num_rows: int, dtype: torch.dtype, device: torch.device) -> None:

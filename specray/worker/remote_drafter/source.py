@@ -206,7 +206,7 @@ class RemoteDrafts:
         return None
 
     def _read(self, taken: TakenTrees, peer: "_Peer", in_time: HostCopy | None) -> tuple[DraftTree, list[int]]:
-        """The second half of `take_unsized`."""
+        """Wait for the sizes of the trees, and record it if they came late."""
         tree, num_nodes, _ = self._on_device.read(taken)  # logits that are not finite are a fault of the reply
         if in_time is not None and peer is self._peer:
             with self._recorded_faults():
@@ -356,7 +356,7 @@ class _Peer:
         is_broken = False
         while self._unanswered:
             try:
-                data = self._channel.recv(self._patience_s(self._unanswered[-1]), self._spin_s)
+                data = self._channel.recv(self._timeout_s(self._unanswered[-1]), self._spin_s)
             except TimeoutError:
                 self.is_late = True
                 self.report_late()
@@ -376,7 +376,7 @@ class _Peer:
         kept = [place for place, slot in enumerate(sent.slots) if slot not in sent.freed]
         # Copied before the device waits.
         places, slots = self._table.numbers(kept), self._table.numbers([sent.slots[place] for place in kept])
-        tree, in_time = self.trees.get(sent.region, sent.number, len(sent.slots), self._patience_s(sent))
+        tree, in_time = self.trees.get(sent.region, sent.number, len(sent.slots), self._timeout_s(sent))
         if kept:
             pending.put(slots, tree.select(places))
             waiting.update(sent.slots[place] for place in kept)
@@ -424,7 +424,7 @@ class _Peer:
             pending.drop(list(sent.freed))
         return reply.num_broken > 0
 
-    def _patience_s(self, sent: _Sent) -> float:
+    def _timeout_s(self, sent: _Sent) -> float:
         """How long to wait for the trees of the last order.
 
         While replies to earlier orders are missing, the step does not wait; otherwise every step would time out. The

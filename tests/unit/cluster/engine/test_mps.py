@@ -12,7 +12,7 @@ import pytest
 from cluster.config import AppConfig
 from cluster.engine import mps
 from cluster.engine.executor import RayExecutor
-from cluster.engine.mps import ANOTHER, IN_USE, MpsDaemon, reason_without_mps, release
+from cluster.engine.mps import ANOTHER, IN_USE, MpsDaemon, reason_not_started, terminate_client
 from cluster.engine.placement import decide_device
 from tests.support.fake_mps import SERVER, UUIDS, FakeMps, has_ended
 
@@ -48,7 +48,7 @@ def test_a_daemon_has_folders_of_its_own_and_names_gpus_by_uuid(
 
 
 def test_a_process_is_released_at_its_server(fake: FakeMps, daemon: MpsDaemon) -> None:
-    release(daemon.pipes, 77)
+    terminate_client(daemon.pipes, 77)
     assert fake.commands[-2:] == ["get_server_list", f"terminate_client {SERVER} 77"]
 
 
@@ -93,7 +93,7 @@ def test_an_engine_runs_without_a_daemon_that_does_not_start(
     (fake.folder / "broken").touch()
     with contextlib.closing(MpsDaemon(tmp_path)) as daemon:
         assert daemon.start(UUIDS) == "nvidia-cuda-mps-control has not started"
-        release(daemon.pipes, 77)
+        terminate_client(daemon.pipes, 77)
     assert "not permitted" in caplog.text
     assert fake.commands == []
 
@@ -132,23 +132,23 @@ def test_an_engine_runs_without_a_daemon_if_its_gpus_have_no_uuids(fake: FakeMps
 @pytest.mark.usefixtures("fake")
 def test_a_daemon_is_for_drafters_that_share_a_gpu_of_one_node(options: dict[str, object], reason: str) -> None:
     config = decide_device(AppConfig.model_validate(COLOCATED | options))
-    assert reason_without_mps(config, {}) == reason
+    assert reason_not_started(config, {}) == reason
 
 
 @pytest.mark.usefixtures("fake")
 def test_a_daemon_yields_to_one_that_runs(daemon: MpsDaemon) -> None:
     config = AppConfig.model_validate(COLOCATED)
-    assert reason_without_mps(config, {"CUDA_MPS_PIPE_DIRECTORY": daemon.pipes}) == ANOTHER
-    assert reason_without_mps(config, {"CUDA_MPS_PIPE_DIRECTORY": "/elsewhere"}) == ""
+    assert reason_not_started(config, {"CUDA_MPS_PIPE_DIRECTORY": daemon.pipes}) == ANOTHER
+    assert reason_not_started(config, {"CUDA_MPS_PIPE_DIRECTORY": "/elsewhere"}) == ""
 
 
 def test_a_daemon_needs_its_program(fake: FakeMps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = AppConfig.model_validate(COLOCATED)
     (fake.folder / "nvidia-cuda-mps-control").unlink()
     monkeypatch.setenv("PATH", str(fake.folder))
-    assert reason_without_mps(config, {}) == "nvidia-cuda-mps-control not found on this node"
+    assert reason_not_started(config, {}) == "nvidia-cuda-mps-control not found on this node"
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert reason_without_mps(config, {}) == "nvidia-cuda-mps-control and nvidia-smi not found on this node"
+    assert reason_not_started(config, {}) == "nvidia-cuda-mps-control and nvidia-smi not found on this node"
 
 
 @pytest.mark.parametrize(("mps", "shares_memory"), [(IN_USE, True), (ANOTHER, True), ("draft.mps: off", False)])
