@@ -23,10 +23,12 @@ def num_positions(config: PretrainedConfig) -> int:
     Qwen3's recipe.
     """
     rope, stored = _rope(config), int(config.max_position_embeddings)
-    kind, factor = rope.get("rope_type", "default"), rope.get("factor") or 1.0
+    kind, factor = rope.get("rope_type", "default"), rope.get("factor")
     if kind not in (*_KINDS, *ROPE_INIT_FUNCTIONS):
         raise _unknown(kind)
-    original = rope.get("original_max_position_embeddings") or stored
+    factor = 1.0 if factor is None else factor
+    original = rope.get("original_max_position_embeddings")
+    original = stored if original is None else original
     for name, value in (("factor", factor), ("original_max_position_embeddings", original)):
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 2**31:
             raise ConfigError(f"the checkpoint's rope parameter {name}={value!r} must be a number above 0; correct it")
@@ -97,9 +99,12 @@ def _frequencies(config: PretrainedConfig, head_dim: int) -> tuple[Tensor, float
         return 1.0 / float(theta) ** exponents, 1.0  # torch takes no large integer
     try:
         frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-        return frequencies.float(), float(scale)
+        frequencies, scale = frequencies.float(), float(scale)
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(f"the checkpoint's parameters of rope_type={kind} cannot be used: {error!r}") from error
+    if not (frequencies.isfinite().all() and torch.tensor(scale, dtype=torch.float32).isfinite()):
+        raise ConfigError(f"the checkpoint's parameters of rope_type={kind} give frequencies that are not finite")
+    return frequencies, scale
 
 
 def _unknown(kind: object) -> ConfigError:

@@ -208,6 +208,8 @@ class Mxfp4Experts:
         if not is_fitting or any(part.dtype != torch.uint8 for part in (blocks, scales)):
             found = " and ".join(f"{part.dtype} {list(part.shape)}" for part in (blocks, scales))
             raise damaged(name, f"has blocks and scales {found}")
+        if bool((scales == 255).any()):  # NaN
+            raise damaged(name, "has scales that are not finite")
         return cls(blocks, scales)
 
     @property

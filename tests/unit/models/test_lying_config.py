@@ -71,6 +71,20 @@ def test_the_key_and_the_value_are_named_before_memory_is_taken(
     assert len(str(found.value)) < 300
 
 
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "linear", "factor": 0},
+        {"rope_type": "yarn", "factor": False},
+        {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1e39},
+    ],
+)
+def test_rotary_positions_that_are_not_finite_are_a_config_error(rope: dict[str, object], tmp_path: Path) -> None:
+    write_toy(tmp_path)
+    with pytest.raises(ConfigError, match="rope"):
+        load(tmp_path, {"rope_parameters": {"rope_theta": 10000.0, **rope}})
+
+
 def test_heads_too_narrow_to_be_rotated_are_a_config_error(tmp_path: Path) -> None:
     write_decoder("qwen3_next", tmp_path)
     with pytest.raises(ConfigError, match=r"config\.json implies \[1\]"):

@@ -22,7 +22,7 @@ from specray.layers.parallel import RankGroup
 from specray.models.heads.mtp import load_mtp_layers
 from specray.models.loading import Loader
 from specray.models.quantized_formats import checkpoint_format
-from specray.models.quantized_matrices import ScaledMatrix
+from specray.models.quantized_matrices import Mxfp4Experts, ScaledMatrix
 from specray.models.registry import load_config, load_model, resolve_dtype
 from specray.models.target_matrices import TargetMatrices
 from specray.models.weights import WeightReader
@@ -232,6 +232,12 @@ def test_scales_that_cannot_be_true_are_refused(scale: torch.Tensor) -> None:
     codes = torch.randn(32, 64).to(torch.float8_e4m3fn)
     with pytest.raises(ConfigError, match="the quantised matrix weight has scales"):
         ScaledMatrix.of("weight", codes, scale, None)
+
+
+def test_mxfp4_scales_that_are_not_numbers_are_refused() -> None:
+    blocks, scales = torch.zeros(1, 2, 1, 16, dtype=torch.uint8), torch.full((1, 2, 1), 255, dtype=torch.uint8)
+    with pytest.raises(ConfigError, match="scales that are not finite"):
+        Mxfp4Experts.of("experts", blocks, scales)
 
 
 def test_scales_under_two_names_are_refused(tmp_path: Path) -> None:
