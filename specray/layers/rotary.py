@@ -1,5 +1,6 @@
 """Rotary positions in the half-split form: pairs are (x[i], x[i + dim/2])."""
 
+import math
 from typing import Any
 
 import torch
@@ -102,7 +103,7 @@ def _frequencies(config: PretrainedConfig, head_dim: int) -> tuple[Tensor, float
         frequencies, scale = frequencies.float(), float(scale)
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(f"the checkpoint's parameters of rope_type={kind} cannot be used: {error!r}") from error
-    if not (frequencies.isfinite().all() and torch.tensor(scale, dtype=torch.float32).isfinite()):
+    if not (all(map(math.isfinite, frequencies.tolist())) and abs(scale) <= torch.finfo(torch.float32).max):
         raise ConfigError(f"the checkpoint's parameters of rope_type={kind} give frequencies that are not finite")
     return frequencies, scale
 

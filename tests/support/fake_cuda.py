@@ -20,7 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 from specray.models import weights
 
-LOADERS = ("eagle_files.py",)  # loading a head checks that its ids are those of the target
+# Loading a head checks that its ids are those of the target, loading positions that each is a number.
+LOADERS = ("eagle_files.py", "rotary.py")
 TREES = "pending_trees.py"
 # What a step may read on the host; several.py reads whether trees are missing once their step is over.
 READERS = (TREES, "step_output.py", "broadcast.py", "wire.py", "several.py")
