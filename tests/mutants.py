@@ -64,7 +64,7 @@ MUTANTS = (
     Mutant(
         "chats: special tokens in messages become control tokens",
         "specray/models/tokenizer.py",
-        "        if self.marks(whole, text) == marks:\n            return whole.ids\n",
+        "        if self.marks(text, whole) == marks:\n            return whole.ids\n",
         "        return whole.ids\n",
         "tests/unit/models/test_published_specials.py",
     ),

@@ -7,15 +7,17 @@ Only the chat template may write special tokens; in a message they are plain tex
 import inspect
 import json
 import re
-import secrets
+import unicodedata
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from jinja2 import TemplateError
+from jinja2 import Environment, TemplateError
 from tokenizers import Encoding, Tokenizer
 
 from specray.errors import ConfigError, InvalidRequestError, is_fault
@@ -107,42 +109,25 @@ def render_chat(
 
     `variables` are further variables of the template, such as enable_thinking. With `continue_final_message` the prompt
     ends with the last message's text, and not with the template's opening of an answer. Equal to
-    `tokenizer.apply_chat_template`, except that a special token inside a message or tool ("<|im_end|>") is encoded as
-    plain text, so that a message cannot start or end a role. Thread-safe.
+    `tokenizer.apply_chat_template`, except that a special token ("<|im_end|>") which is not written by the template
+    alone is encoded as plain text, so that a message cannot start or end a role. Thread-safe.
     """
     encoder = _ENCODERS.setdefault(tokenizer, _ChatEncoder(tokenizer.backend_tokenizer))
     _check_variables(tokenizer, variables)
-    names = [*_names((messages, tools)), *(value for value in variables.values() if isinstance(value, str))]
-    if encoder.mentions_special("\n".join(names)):
-        name = next((name for name in names if encoder.mentions_special(name)), "a name")
-        raise InvalidRequestError(f"{name!r} as a role, key or variable contains a special token", "messages")
     chat = _Chat(
         messages, tools, variables, add_generation_prompt and not continue_final_message, continue_final_message
     )
     text = _render(tokenizer, chat)
-    marks = _template_marks(encoder, tokenizer, chat, text)
-    if marks is not None:
-        return encoder.encode_marked(text, marks)
-    texts = user_texts((messages, tools))
-    if encoder.mentions_special("".join(texts)) or encoder.mentions_special("".join(t.strip() for t in texts)):
-        raise InvalidRequestError(
-            "a message contains a special token of the model as text, and this model's chat template rewrites messages "
-            "so that it cannot be distinguished from the template's own; remove it from the message",
-            "messages",
-        )
-    return encoder.encode(text).ids
+    return encoder.encode_marked(text, _template_marks(encoder, tokenizer, chat, text))
 
 
-def user_texts(value: Any) -> list[str]:
-    """All texts in messages and tools that come from the user, without empty ones."""
-    found: list[str] = []
-
-    def note(text: str) -> str:
-        found.append(text)
-        return text
-
-    _replaced(value, note)
-    return found
+def user_texts(value: Any) -> Iterator[str]:
+    """All texts in messages, tools and variables, without keys."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from user_texts(inner)
 
 
 def _load(folder: Path) -> object:
@@ -192,6 +177,7 @@ class _ChatEncoder:
 
     def __init__(self, backend: Tokenizer) -> None:
         self._backend = backend
+        self._words: dict[str, _TemplateWords] = {}  # by the template's source
 
     @cached_property
     def _specials(self) -> dict[int, str]:
@@ -224,15 +210,23 @@ class _ChatEncoder:
         except TypeError as error:
             raise InvalidRequestError("a message is not valid Unicode (a lone surrogate)", "messages") from error
 
-    def mentions_special(self, text: str) -> bool:
-        return bool(self.marks(self.encode(text), text))
+    def words(self, template: str) -> "_TemplateWords":
+        """What a template with this source may compare texts with."""
+        if template not in self._words:
+            known, constants = _names_and_constants(template)
+            known = frozenset(name for name in known if not self.marks(name))
+            constants = [constant for constant in constants if not self.marks(constant)]
+            specials = [content for content in self._specials.values() if len(content.strip()) > 1]
+            self._words[template] = _TemplateWords(known, _Disguise(_hides_one_of_each(specials, constants)))
+        return self._words[template]
 
-    def marks(self, encoding: Encoding, text: str, shift: int = 0) -> list[_Mark]:
-        """Special tokens that an encoded text spells; their positions are moved by `shift` characters.
+    def marks(self, text: str, encoding: Encoding | None = None, shift: int = 0) -> list[_Mark]:
+        """Special tokens that `text` spells; their positions are moved by `shift` characters.
 
         Characters outside the vocabulary are encoded as the unknown token, which is special in some models; they are
         no marks.
         """
+        encoding = encoding or self.encode(text)
         found = []
         for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
             content, covered = self._specials.get(token), text[start:end]
@@ -244,7 +238,7 @@ class _ChatEncoder:
     def encode_marked(self, text: str, marks: list[_Mark]) -> list[int]:
         """Token ids with special tokens only at `marks`."""
         whole = self.encode(text)
-        if self.marks(whole, text) == marks:
+        if self.marks(text, whole) == marks:
             return whole.ids
         ids, position = [], 0
         for mark in marks:
@@ -269,9 +263,6 @@ _ENCODERS: "WeakKeyDictionary[PreTrainedTokenizerFast, _ChatEncoder]" = WeakKeyD
 
 # ---- templates -----------------------------------------------------------------------------------------------------
 
-# Templates compare these with constants, or with the names of properties, so a placeholder cannot replace them. They
-# must have no special tokens.
-_NAMING_KEYS = ("role", "type", "required")
 # What a template can raise for messages that it was not written for.
 _TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
@@ -337,74 +328,130 @@ def _template_marks(
     tokenizer: "PreTrainedTokenizerFast",
     chat: _Chat,
     text: str,
-) -> list[_Mark] | None:
-    """The special tokens in `text` that the template wrote; None if its part of the text cannot be identified.
+) -> list[_Mark]:
+    """The special tokens in `text` that the template wrote. InvalidRequestError if users may have written others.
 
-    A second rendering has a placeholder for every text. The text between placeholders is the template's.
+    The chat is rendered again with users' characters disguised: all of them or, for a template that looks for words in
+    messages, one of each special token. If both renderings are equal but for the disguise, what is visible in the
+    second is the template's.
     """
-    texts: list[str] = []
-    placeholder = re.compile(f"\ue000{secrets.token_hex(8)}\\.(\\d+)\ue001")
+    words = encoder.words(tokenizer.get_chat_template(tools=[dict(tool) for tool in chat.tools] or None))
+    written: list[_Mark] | None = None
+    for disguise in (_EVERYTHING, words.one_of_each_special):
+        try:
+            rendered = _render(tokenizer, _disguised(chat, disguise, words.known))
+        except InvalidRequestError:  # the template inspects contents and rejects these
+            continue
+        written = list(_visible_marks(encoder, rendered))
+        if rendered.translate(_EVERYTHING) == text.translate(_EVERYTHING) and all(
+            rendered[mark.start : mark.end] == text[mark.start : mark.end] for mark in written
+        ):
+            return written
+    marks = encoder.marks(text)
+    num_unexplained = Counter(mark.token for mark in marks) - Counter(mark.token for mark in written or ())
+    texts = list(user_texts(chat.messages)) + list(user_texts(chat.tools))
+    if num_unexplained or encoder.marks("".join(texts)) or encoder.marks("".join(each.strip() for each in texts)):
+        raise InvalidRequestError(
+            "a message contains a special token of the model as text, and this model's chat template rewrites messages "
+            "so that it cannot be distinguished from the template's own; remove it from the message",
+            "messages",
+        )
+    return marks
 
-    def stand_in(content: str) -> str:
-        texts.append(content)
-        return placeholder.pattern.replace("\\.(\\d+)", f".{len(texts) - 1}")
 
-    try:
-        messages, tools = _replaced(chat.messages, stand_in), _replaced(chat.tools, stand_in)
-        rendered = _render(tokenizer, chat._replace(messages=messages, tools=tools))
-    except InvalidRequestError:  # the template inspects contents and rejects placeholders
-        return None
-    pieces = placeholder.split(rendered)
-    starts = _literal_starts(text, pieces[::2], [texts[int(index)] for index in pieces[1::2]])
-    if starts is None:
-        return None
-    literals = zip(pieces[::2], starts, strict=True)
-    return [mark for literal, start in literals for mark in encoder.marks(encoder.encode(literal), literal, start)]
+# ---- disguised texts -----------------------------------------------------------------------------------------------
+
+# Disguised characters are rare Chinese ones: they have no case, and are printable where templates write a `repr`.
+_HIDDEN, _FIRST_CHINESE, _FIRST_FULLWIDTH = 0x20000, 0x3000, 0xFF00
+_VISIBLE = re.compile("[^\U00020000-\U000230ff]+")
+_NAMING_KEYS = ("name", "type", "required")  # templates compare their values with constants, or with keys
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # which transformers copies to each other
 
 
-def _literal_starts(text: str, literals: list[str], contents: list[str]) -> list[int] | None:
-    """Start of each literal if `text` alternates literals and contents; otherwise None.
+class _Disguise(dict[int, int]):
+    """A table for `str.translate` that replaces the characters that `hides` is true for by disguised ones."""
 
-    Contents may be trimmed, or written as inside a JSON string.
+    def __init__(self, hides: Callable[[str], bool]) -> None:
+        self._hides = hides
+
+    def __missing__(self, code: int) -> int:
+        self[code] = code
+        if self._hides(chr(code)):
+            if code < _FIRST_CHINESE:
+                self[code] = _HIDDEN + code
+            elif _FIRST_FULLWIDTH <= code < 0x10000:  # normalizers make ASCII of these
+                self[code] = _HIDDEN + _FIRST_CHINESE + code - _FIRST_FULLWIDTH
+        return self[code]
+
+
+# White space is trimmed by templates, and JSON or a `repr` depends on the others.
+_EVERYTHING = _Disguise(lambda char: not (char.isspace() or char < " " or char in "\"'\\"))
+
+
+class _TemplateWords(NamedTuple):
+    """What a template may look for in a chat: names, which are not disguised, and other texts."""
+
+    known: frozenset[str]
+    one_of_each_special: _Disguise
+
+
+def _names_and_constants(template: str) -> tuple[frozenset[str], list[str]]:
+    """The names of a template's attributes and constants, and all constants."""
+    tokens = [(kind, text) for _, kind, text in Environment().lex(template) if kind != "whitespace"]
+    constants = [text[1:-1] for kind, text in tokens if kind == "string"]
+    attributes = [text for (_, before), (kind, text) in pairwise(tokens) if kind == "name" and before == "."]
+    names = (name for name in (*constants, *attributes, *_REASONING_KEYS) if re.fullmatch(r"[\w-]+", name))
+    return frozenset(names), constants
+
+
+def _hides_one_of_each(specials: Sequence[str], constants: Sequence[str]) -> Callable[[str], bool]:
+    """Whether a character can become the one of a special token that is rarest in the template's constants.
+
+    Letters change by case, and normalizers write an underline for a space, so they are the last choice.
     """
-    if not text.startswith(literals[0]):
-        return None
-    starts = [0]
-    position = len(literals[0])
-    for content, literal in zip(contents, literals[1:], strict=True):
-        variants = (content, content.strip(), content.lstrip(), content.rstrip(), _in_json(content))
-        fitting = next((v for v in variants if text.startswith(v + literal, position)), None)
-        if fitting is None:
-            return None
-        starts.append(position + len(fitting))
-        position = starts[-1] + len(literal)
-    return starts if position == len(text) else None
+    compared = _folded("".join(constants))
+    chosen = set()
+    for special in specials:
+        chars = [char for char in _folded(special) if not char.isspace() and char not in '"\\\u2581']
+        if chars:
+            chosen.add(min(chars, key=lambda char: (char.isalnum(), compared.count(char))))
+
+    return lambda char: not chosen.isdisjoint(_folded(char + char.upper() + char.lower()))
 
 
-def _in_json(text: str) -> str:
-    """`text` as templates' filter `tojson` writes it, without quotes."""
-    return json.dumps(text, ensure_ascii=False)[1:-1]
+def _folded(text: str) -> str:
+    """`text` without the differences that a tokenizer's normalizer may remove."""
+    return unicodedata.normalize("NFKD", text).casefold()
 
 
-def _replaced(value: Any, change: Callable[[str], str], key: object = None) -> Any:
-    """A copy with `change` applied to every text from the user, except empty ones, which templates test for."""
-    if isinstance(value, str):
-        return change(value) if value and key not in _NAMING_KEYS else value
-    if isinstance(value, Mapping):
-        return {name: _replaced(inner, change, name) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_replaced(inner, change, key) for inner in value]
-    return value
+def _disguised(chat: _Chat, disguise: _Disguise, known: frozenset[str]) -> _Chat:
+    """`chat` with disguised texts. Names are disguised as a whole, except roles and those that the template knows."""
+
+    def name(value: Any) -> Any:
+        return value if not isinstance(value, str) or value in known else value.translate(_EVERYTHING)
+
+    def copy(value: Any, key: object = None) -> Any:
+        if isinstance(value, str):
+            return name(value) if key in _NAMING_KEYS else value.translate(disguise)
+        if isinstance(value, Mapping):
+            return {name(each): copy(inner, each) for each, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return [copy(inner, key) for inner in value]
+        return value
+
+    def message(value: Message) -> Message:
+        role = value.get("role")
+        return {**copy(value), **({"role": role} if isinstance(role, str) and role.isidentifier() else {})}
+
+    return chat._replace(
+        messages=[message(each) for each in chat.messages],
+        tools=[copy(tool) for tool in chat.tools],
+        variables={each: copy(value, _NAMING_KEYS[0]) for each, value in chat.variables.items()},
+    )
 
 
-def _names(value: Any, key: object = None) -> Iterator[str]:
-    """Strings that the template receives unchanged: roles, types and keys."""
-    if isinstance(value, str) and key in _NAMING_KEYS:
-        yield value
-    elif isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield str(name)
-            yield from _names(inner, name)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _names(inner, key)
+def _visible_marks(encoder: _ChatEncoder, rendered: str) -> Iterator[_Mark]:
+    """The special tokens in a rendering whose characters are all visible."""
+    for visible in _VISIBLE.finditer(rendered):
+        if visible[0].translate(_EVERYTHING) != visible[0]:  # not only what is never disguised
+            yield from encoder.marks(visible[0], shift=visible.start())

@@ -69,7 +69,7 @@ class Tokenization:
 
     def chat(self, prompt: ChatPrompt) -> list[int]:
         """The token ids of a chat. InvalidRequestError if the template does not accept it."""
-        self.check_text("messages", user_texts(tuple(prompt)))
+        self.check_text("messages", list(user_texts(tuple(prompt))))
         return render_chat(self._tokenizer, *prompt)
 
     def end_of(self, token_ids: Sequence[int]) -> str:
