@@ -22,6 +22,7 @@ from specray.server.routing.subset import IngressPlace
 from specray.server.service import Service
 from specray.server.tokenization import Tokenization
 from specray.worker.local import LocalExecutor
+from tests.support.processes import TIMEOUT_S
 from tests.support.routers import start_router
 
 START_TIMEOUT_S = 120.0  # loading a model
@@ -62,7 +63,7 @@ async def local_server(config: AppConfig) -> AsyncIterator[LocalServer]:
     service = Service(config, router_pool, lambda length: Tokenization(tokenizer, length))
     router_pool.start()
     try:
-        await until(lambda: router_pool.info is not None)
+        assert await until(lambda: router_pool.info is not None)
         yield LocalServer(create_app(service), router, router_pool, exits)
     finally:
         await service.close()
@@ -83,7 +84,7 @@ def served(start: Callable[[], Any]) -> Iterator[tuple[str, Any]]:
         async with start() as server:
             front = uvicorn.Server(uvicorn.Config(server.app, port=0, log_level="critical"))
             serving = asyncio.create_task(front.serve())
-            await until(lambda: front is not None and front.started)
+            assert await until(lambda: front is not None and front.started)
             port = front.servers[0].sockets[0].getsockname()[1]
             found.append((f"http://127.0.0.1:{port}", server))
             is_ready.set()
@@ -111,7 +112,7 @@ def served(start: Callable[[], Any]) -> Iterator[tuple[str, Any]]:
         thread.join()
 
 
-async def until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+async def until(condition: Callable[[], bool], seconds: float = TIMEOUT_S) -> bool:
     """Whether the condition came true in time."""
     give_up = asyncio.get_running_loop().time() + seconds
     while not condition():

@@ -1,9 +1,11 @@
-"""Finding processes of this test run's cluster, and waiting for their end."""
+"""Finding processes of this test run's cluster, and waiting for their end or any other state."""
 
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+TIMEOUT_S = 60.0  # for what comes at once on an idle machine: a green test never waits for it
 
 
 def own_processes(title: str) -> list[int]:
@@ -24,11 +26,12 @@ def has_ended(pid: int) -> bool:
     return "\nState:\tZ" in status or "State:" not in status
 
 
-def wait_until(condition: Callable[[], bool], seconds: float) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = TIMEOUT_S) -> None:
+    """Wait for all that is asserted next: another thread sets one state after the other."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds:g} s"
-        time.sleep(0.05)
+        time.sleep(0.01)
 
 
 def is_below(pid: int) -> bool:

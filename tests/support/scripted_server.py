@@ -36,6 +36,7 @@ from specray.server.service import Service
 from specray.server.tokenization import Tokenization
 from specray.step import NewRequest, RequestResult, StepPlan, StepResult, StepTimes
 from specray.worker.remote_drafter.handshake import DrafterHandshake
+from tests.support.processes import TIMEOUT_S
 from tests.support.routers import start_router
 
 TEXT = "The quick brown fox, é 🎉 and so on. "  # the output of scripted ranks, repeated
@@ -300,7 +301,8 @@ class Server:
     def num_connected(self) -> int:
         return sum(client.info is not None for client in self.router_pool._clients.values())
 
-    async def until(self, condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    async def until(self, condition: Callable[[], bool], seconds: float = TIMEOUT_S) -> None:
+        """As `wait_until`."""
         async with asyncio.timeout(seconds):
             while not condition():
                 await asyncio.sleep(0.005)

@@ -14,6 +14,7 @@ import pytest
 
 from cluster.liveness.actors import Process
 from specray.heartbeat import NUM_PARTS, HeartbeatFile, LocalHeartbeat, SilenceWatch, within
+from tests.support.processes import TIMEOUT_S, wait_until
 
 BEATING = "import sys, time; from pathlib import Path; from specray.heartbeat import HeartbeatFile; "
 BEATING += "HeartbeatFile(Path(sys.argv[1])).keep_beating(); print('ready', flush=True); time.sleep(60)"
@@ -30,15 +31,14 @@ def test_a_frozen_process_stops_beating_and_can_be_killed(tmp_path: Path) -> Non
         assert child.stdout.readline() == "ready\n"
         path.unlink()  # both processes have it open
         time.sleep(0.6)
-        assert heartbeat.silence_s < 0.5
+        wait_until(lambda: heartbeat.silence_s < 0.5)
         assert heartbeat.pid == child.pid
         child.send_signal(signal.SIGSTOP)
-        time.sleep(0.7)
-        assert heartbeat.silence_s > 0.6
+        wait_until(lambda: heartbeat.silence_s > 0.6)
         process = Process(child.pid)
         process.kill()
         process.kill()
-        assert child.wait(5) == -signal.SIGKILL
+        assert child.wait(TIMEOUT_S) == -signal.SIGKILL
 
 
 def test_a_process_that_ends_in_time_is_not_killed() -> None:

@@ -22,7 +22,7 @@ from specray.bench.exchange import exchange, request_bytes
 from specray.bench.open_loop import arrivals
 from specray.cli import main as cli
 from specray.cli.arguments import KEY_VARIABLE
-from tests.support.processes import wait_until
+from tests.support.processes import TIMEOUT_S, wait_until
 
 Reply = tuple[int, dict[str, str], bytes]
 IDLE = b"specray_num_requests_running 0.0\nspecray_kv_cache_usage_perc 0.0\n"
@@ -206,9 +206,9 @@ def test_ctrl_c_ends_the_open_requests_and_prints_the_figures_so_far() -> None:
         heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # background jobs of shells ignore it
         load = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
         try:
-            wait_until(lambda: len(bodies) >= 3, seconds=30)
+            wait_until(lambda: len(bodies) >= 3)
             load.send_signal(signal.SIGINT)
-            out, err = load.communicate(timeout=10)
+            out, err = load.communicate(timeout=TIMEOUT_S)
         finally:
             load.kill()
     assert load.returncode == 130

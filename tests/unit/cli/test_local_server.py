@@ -11,7 +11,7 @@ import yaml
 
 from specray.cli import local_server
 from specray.cli.local_server import LocalServer, ServerStartError, free_port, reachable, refuse_port_in_use
-from tests.support.processes import has_ended, wait_until
+from tests.support.processes import TIMEOUT_S, has_ended, wait_until
 
 ROOT = Path(__file__).parents[3]
 HEALTHY = """
@@ -52,13 +52,13 @@ def test_a_server_is_stopped_with_its_children(
 ) -> None:
     use_script(monkeypatch, tmp_path, HEALTHY)
     with LocalServer(config, port) as server:
-        server.wait_until_ready(timeout=20)
+        server.wait_until_ready(timeout=60)
         assert server.url == f"http://127.0.0.1:{port}"
         assert server.get("/health") == "fine"
         child = int(server.log_tail().split("child ")[1].split()[0])
         folder = server._folder
     assert not folder.exists()
-    wait_until(lambda: has_ended(child), seconds=5)
+    wait_until(lambda: has_ended(child))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ from pathlib import Path
 from specray.cli import local_server
 local_server._SERVE = [sys.executable, {str(tmp_path / "serve")!r}]
 with local_server.LocalServer(Path({str(config)!r}), {port}) as server:
-    server.wait_until_ready(timeout=20)
+    server.wait_until_ready(timeout=60)
     print(server.log_tail().split("child ")[1].split()[0], server._folder, flush=True)
     time.sleep(60)
 """
@@ -96,8 +96,8 @@ with local_server.LocalServer(Path({str(config)!r}), {port}) as server:
     assert bench.stdout is not None
     child, folder = bench.stdout.readline().split()
     bench.terminate()
-    assert bench.wait(30) == 128 + signal.SIGTERM
-    wait_until(lambda: has_ended(int(child)), seconds=5)
+    assert bench.wait(TIMEOUT_S) == 128 + signal.SIGTERM
+    wait_until(lambda: has_ended(int(child)))
     assert not Path(folder).exists()
 
 

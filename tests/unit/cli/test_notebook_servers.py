@@ -63,5 +63,5 @@ def test_the_whole_family_of_a_process_ends() -> None:
     utils.terminate_process(process)
     utils.terminate_process(process)  # harmless
     assert process.poll() is not None
-    sleeping.wait(5)
-    assert time.monotonic() - start < 20
+    sleeping.wait(60)
+    assert time.monotonic() - start < 60  # it would sleep for 99 s

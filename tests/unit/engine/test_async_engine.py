@@ -328,7 +328,7 @@ def test_no_caller_waits_for_a_flush_of_the_cache(monkeypatch: pytest.MonkeyPatc
         assert is_flushing.wait(TIMEOUT)
         submitting = threading.Thread(target=engine.submit, args=(request(0, [2], max_tokens=2),))
         submitting.start()
-        submitting.join(1.0)
+        submitting.join(TIMEOUT)
         assert not submitting.is_alive()
         may_go_on.set()
         outputs.wait(1)

@@ -73,11 +73,11 @@ def test_a_request_that_is_admitted_meanwhile_counts_once(monkeypatch: pytest.Mo
 
 def test_waiting_and_running_requests_end_at_their_deadline() -> None:
     engine, ranks = make_engine(max_running_requests=1)
-    engine.add_request(request("runs", timeout_s=0.05))
+    engine.add_request(request("runs", timeout_s=0.5))
     engine.step()
-    engine.add_request(request("waits", timeout_s=0.02))
+    engine.add_request(request("waits", timeout_s=0.2))
     engine.add_request(request("patient", max_tokens=2))
-    time.sleep(0.06)
+    time.sleep(0.6)
     before = len(ranks.plans)
     ended = {output.request_id: output.finish_reason for output in engine.step() if output.finish_reason}
     assert ended == {"runs": FinishReason.ABORT, "waits": FinishReason.ABORT}

@@ -354,7 +354,7 @@ def test_one_tenants_burst_does_not_block_another_tenant(serve: Serve, key_file:
 
     async def scenario() -> None:
         options = {"max_running_requests": 1, "max_queued_requests": 4}
-        async with serve(step_s=0.01, server={"api_key_file": str(key_file)}, **options) as server:
+        async with serve(step_s=0.03, server={"api_key_file": str(key_file)}, **options) as server:
 
             def ask(key: str) -> asyncio.Task[httpx.Response]:
                 return asyncio.create_task(server.http.post("/v1/completions", json=body, headers=bearing(key)))

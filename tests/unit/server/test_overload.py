@@ -19,7 +19,6 @@ from specray.outputs import FinishReason
 from tests.support.scripted_server import Serve, Server, listening
 
 BODY = {"prompt": "hi", "max_tokens": 30, "ignore_eos": True}
-FREE_S = 2.0
 LEASE_S = 2.0  # an ingress reports refused requests to a router every LEASE_S / 4
 
 
@@ -31,19 +30,19 @@ async def assert_all_free(server: Server) -> None:
     """All KV blocks and request slots are free, and no request is registered anywhere."""
     scheduler = server.router._engine._engine.scheduler
     pool, num_slots = scheduler.pool, server.router._config.max_running_requests
-    await server.until(lambda: len(scheduler._free_slots) == num_slots and not scheduler.waiting, FREE_S)
-    await server.until(lambda: pool.num_free + scheduler.cache.num_idle == pool.num_usable, FREE_S)
-    assert server.router._connections.num_requests == 0
-    assert not any(client._listeners for client in server.router_pool._clients.values())
+    await server.until(lambda: len(scheduler._free_slots) == num_slots and not scheduler.waiting)
+    await server.until(lambda: pool.num_free + scheduler.cache.num_idle == pool.num_usable)
+    await server.until(lambda: server.router._connections.num_requests == 0)
+    await server.until(lambda: not any(client._listeners for client in server.router_pool._clients.values()))
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_clients_that_disconnect_at_any_byte_leak_nothing(serve: Serve, stream: bool) -> None:
-    """Long requests are cut before they end, short ones around their end. A long one takes more than FREE_S."""
+    """Long requests are cut before they end, short ones around their end. A long one takes 5 s."""
 
     async def scenario() -> None:
         rng = random.Random(stream)
-        async with serve(step_s=0.01, max_running_requests=8) as server, listening(server) as url:
+        async with serve(step_s=0.03, max_running_requests=8) as server, listening(server) as url:
             short, long = (
                 request_bytes(f"{url}/v1/completions", BODY | {"stream": stream, "max_tokens": n}) for n in (3, 499)
             )
@@ -59,7 +58,9 @@ def test_clients_that_disconnect_at_any_byte_leak_nothing(serve: Serve, stream: 
                 some = (exchange(url, request, cut_at=place) for request, place in cuts[start : start + 10])
                 exchanges += await asyncio.gather(*some)
             await assert_all_free(server)
-            await server.until(lambda: num_descriptors() <= idle, FREE_S)
+            ends = server.router._engine._engine.stats.labelled["specray_request_finished_total"]
+            assert ends["length"] <= 51, "a long request ran to its end"
+            await server.until(lambda: num_descriptors() <= idle)
             kinds = Counter((e.was_cut, e.status) for e in exchanges)
             assert kinds[True, None] > 50, "cut before the status line"
             assert kinds[True, 200] > 5, kinds
@@ -140,10 +141,9 @@ def test_a_request_that_expires_in_the_queue_never_runs(serve: Serve) -> None:
         async with serve(step_s=0.02, max_running_requests=1) as server:
             first = asyncio.create_task(server.http.post("/v1/completions", json=BODY | {"max_tokens": 300}))
             await server.until(lambda: server.ranks.num_steps > 2)
-            start = asyncio.get_running_loop().time()
             late = await server.http.post("/v1/completions", json=BODY | {"timeout": 0.2})
             assert late.status_code == 504
-            assert asyncio.get_running_loop().time() - start < 1.0
+            assert not first.done()
             assert (await first).status_code == 200
             assert len(server.ranks._rows) == 1  # the only request that ever ran
             assert server.ranks.num_steps <= 102
@@ -160,9 +160,11 @@ def test_the_engine_enforces_the_deadline_when_the_abort_is_lost(serve: Serve) -
             client.forget = lambda *_, **__: None  # type: ignore[method-assign]  # no abort is sent
             body = BODY | {"max_tokens": 400, "timeout": 0.2}
             assert (await server.http.post("/v1/completions", json=body)).status_code == 504
-            scheduler = server.router._engine._engine.scheduler
-            await server.until(lambda: not scheduler.running, 1.0)
-            assert server.router._engine._engine.stats.labelled["specray_request_finished_total"]["abort"] == 1
+            engine = server.router._engine._engine
+            await server.until(lambda: not engine.scheduler.running)
+            ends = engine.stats.labelled["specray_request_finished_total"]
+            await server.until(lambda: ends["abort"] + ends["length"] == 1)
+            assert ends["abort"] == 1
 
     asyncio.run(scenario())
 

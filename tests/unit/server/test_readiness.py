@@ -8,6 +8,7 @@ import pytest
 import cluster.engine.router
 import specray.server.operations
 from specray.step import RequestResult
+from tests.support.processes import TIMEOUT_S
 from tests.support.scripted_server import Serve, Server
 
 
@@ -23,7 +24,7 @@ async def status(server: Server, path: str = "/readyz") -> int:
 
 
 async def until_status(server: Server, wanted: int) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(TIMEOUT_S):
         while await status(server) != wanted:
             await asyncio.sleep(0.02)
 

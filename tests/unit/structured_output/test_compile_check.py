@@ -65,7 +65,7 @@ def test_requests_run_at_the_same_time_until_the_input_ends(monkeypatch: pytest.
     with os.fdopen(replies, encoding="utf-8") as lines:
         first, second = (json.loads(lines.readline()) for _ in range(2))
         os.close(requests)
-        thread.join(5)
+        thread.join(60)
         assert not thread.is_alive()
         os.close(sink)
     assert first == [1, None]

@@ -37,7 +37,7 @@ def test_streams_finish_and_new_requests_get_503(serve: Serve) -> None:
                 assert (await server.http.get(probe)).status_code == 503
             assert (await server.http.get("/livez")).status_code == 200
             assert text_of(await begun) == whole
-            await asyncio.sleep(0.2)
+            await server.until(lambda: server.router._connections.num_requests == 0)
             assert await server.router_pool.drain() == 0
 
     asyncio.run(scenario())

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from specray.config import EngineConfig, SpeculativeConfig
 from specray.errors import ConfigError, EngineDeadError
 from specray.heartbeat import HeartbeatFile
 from specray.worker.remote_drafter.handshake import NO_DRAFTER, DraftEndpoint, DrafterHandshake
+from tests.support.processes import wait_until
 
 HANDSHAKE = DrafterHandshake(7, [0], True)
 NGRAM = SpeculativeConfig(algorithm="NGRAM")
@@ -107,13 +108,6 @@ def supervisor(ray: FakeRay, tmp_path: Path) -> Iterator[DrafterSupervisor]:  # 
     supervisor.close()
 
 
-def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-
-
 def test_the_first_process_starts_before_the_target_has_loaded(ray: FakeRay, tmp_path: Path) -> None:
     config = EngineConfig(model="toy", speculative=NGRAM)
     supervisor = DrafterSupervisor(config, DraftEndpoint(f"{tmp_path}/nowhere", 1), [{}])
@@ -150,7 +144,7 @@ def test_a_new_drafter_takes_over_before_the_old_one_ends(ray: FakeRay, supervis
     ray.loads_at_once = False
     with ThreadPoolExecutor(1) as pool:
         replaced = pool.submit(supervisor.replace, SMALL)
-        until(lambda: len(ray.actors) == 2)
+        wait_until(lambda: len(ray.actors) == 2)
         old, new = ray.actors
         assert supervisor.state == ("ready", NGRAM, SMALL, 0, "")
         new.start.set_result(HANDSHAKE)
@@ -173,7 +167,7 @@ def test_a_drafter_counts_as_replaced_once_the_target_has_accepted_it(
     ray.accepts_at_once = False
     with ThreadPoolExecutor(1) as pool:
         replaced = pool.submit(supervisor.replace, SMALL)
-        until(lambda: len(ray.actors) > num_before)
+        wait_until(lambda: len(ray.actors) > num_before)
         for actor in ray.actors[:num_before]:
             actor.loop.set_result(
                 None
@@ -196,7 +190,7 @@ def test_a_drafter_that_the_target_refuses_leaves_the_old_one_running(
     ray.accepts_at_once = False
     with ThreadPoolExecutor(1) as pool:
         replaced = pool.submit(supervisor.replace, SMALL)
-        until(lambda: len(ray.actors) == 2)
+        wait_until(lambda: len(ray.actors) == 2)
         ray.actors[1].loop.set_result(None)
         with pytest.raises(EngineDeadError, match="the drafter died"):
             replaced.result(10)
@@ -220,7 +214,7 @@ def test_a_drafter_that_does_not_load_leaves_the_old_one_running(
     ray.loads_at_once = False
     with ThreadPoolExecutor(1) as pool:
         replaced = pool.submit(supervisor.replace, SMALL)
-        until(lambda: len(ray.actors) == 2)
+        wait_until(lambda: len(ray.actors) == 2)
         ray.actors[1].start.set_exception(failure)
         with pytest.raises(error, match=part):
             replaced.result(10)
@@ -249,7 +243,7 @@ def test_replacing_by_no_algorithm_ends_the_drafter_without_a_restart(
 def test_a_lost_drafter_is_restarted(ray: FakeRay, supervisor: DrafterSupervisor, has_faulted: bool) -> None:
     supervisor.replace(NGRAM)
     supervisor.report_fault() if has_faulted else ray.actors[0].loop.set_exception(RayActorError())
-    until(lambda: supervisor.state.num_restarts == 1)
+    wait_until(lambda: supervisor.state.num_restarts == 1)
     assert [actor.speculative for actor in ray.actors] == [NGRAM, NGRAM]
     assert ray.actors[0].is_killed
 
@@ -258,10 +252,10 @@ def test_a_late_fault_of_a_lost_drafter_does_not_end_the_next_one(ray: FakeRay, 
     supervisor.replace(NGRAM)
     ray.loads_at_once = False
     supervisor.report_fault()
-    until(lambda: len(ray.actors) == 2)
+    wait_until(lambda: len(ray.actors) == 2)
     supervisor.report_fault()
     ray.actors[1].start.set_result(HANDSHAKE)
-    until(lambda: supervisor.state.num_restarts == 1)
+    wait_until(lambda: supervisor.state.num_restarts == 1)
     time.sleep(0.1)
     assert len(ray.actors) == 2
 
@@ -271,7 +265,7 @@ def test_a_fault_that_is_noticed_before_the_next_drafter_is_accepted_does_not_en
 ) -> None:
     supervisor.replace(NGRAM)
     ray.actors[0].loop.set_exception(RayActorError())
-    until(lambda: supervisor.state.num_restarts == 1)
+    wait_until(lambda: supervisor.state.num_restarts == 1)
     monkeypatch.setattr(HeartbeatFile, "has_loaded", False)
     supervisor.report_fault()  # an idle target has noticed only now that the first one is gone
     time.sleep(0.1)
@@ -279,14 +273,14 @@ def test_a_fault_that_is_noticed_before_the_next_drafter_is_accepted_does_not_en
     time.sleep(0.1)
     assert len(ray.actors) == 2
     supervisor.report_fault()
-    until(lambda: len(ray.actors) == 3)
+    wait_until(lambda: len(ray.actors) == 3)
 
 
 def test_a_replacement_cancels_a_restart(ray: FakeRay, supervisor: DrafterSupervisor) -> None:
     supervisor.replace(NGRAM)
     ray.loads_at_once = False
     supervisor.report_fault()
-    until(lambda: len(ray.actors) == 2)
+    wait_until(lambda: len(ray.actors) == 2)
     assert supervisor.state.state == "loading"
     ray.loads_at_once = True
     supervisor.replace(SMALL)
@@ -302,7 +296,7 @@ def test_closing_does_not_wait_for_a_loading_drafter(ray: FakeRay, supervisor: D
         replaced = pool.submit(supervisor.replace, SMALL) if what == "replacement" else None
         if replaced is None:
             supervisor.report_fault()
-        until(lambda: len(ray.actors) == 2)
+        wait_until(lambda: len(ray.actors) == 2)
         start = time.monotonic()
         supervisor.close()
         assert time.monotonic() - start < 5.0  # the drafter never finishes loading
@@ -317,20 +311,20 @@ def test_closing_does_not_wait_for_a_loading_drafter(ray: FakeRay, supervisor: D
 def test_a_drafter_that_freezes_while_loading_is_replaced(
     ray: FakeRay, supervisor: DrafterSupervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervision, "LOADING_FROZEN_S", 0.2)
+    monkeypatch.setattr(supervision, "LOADING_FROZEN_S", 1.0)
     supervisor.replace(NGRAM)
     ray.loads_at_once = False
     supervisor.report_fault()
-    until(lambda: len(ray.actors) == 2)
+    wait_until(lambda: len(ray.actors) == 2)
     _, frozen = ray.actors
-    for _ in range(5):
+    for _ in range(15):
         frozen.heartbeat.beat()
         time.sleep(0.1)
     assert not frozen.is_killed  # slow, but running
-    until(lambda: len(ray.actors) == 3)
+    wait_until(lambda: len(ray.actors) == 3)
     assert frozen.is_killed
     ray.actors[2].start.set_result(HANDSHAKE)
-    until(lambda: supervisor.state == ("ready", NGRAM, None, 1, ""))
+    wait_until(lambda: supervisor.state == ("ready", NGRAM, None, 1, ""))
 
 
 def test_a_part_of_a_drafter_that_freezes_while_loading_is_noticed(
@@ -363,11 +357,11 @@ def test_an_error_in_the_supervision_ends_the_engine_with_its_reason(
     monkeypatch.setattr(supervision, "exit_reason", fail)
     supervisor.replace(NGRAM)
     ray.actors[0].loop.set_result(None)
-    until(lambda: supervisor.failure is not None)
+    wait_until(lambda: supervisor.failure is not None)
     executor = object.__new__(RayExecutor)
     executor._sentinels, executor._watchdogs, executor._failure, executor._drafter = [], None, None, supervisor
     assert executor.failure() == "the supervision of the drafter failed: KeyError: 'a bug'"
-    until(lambda: ray.actors[0].is_killed)
+    wait_until(lambda: ray.actors[0].is_killed)
     with pytest.raises(EngineDeadError, match="a bug"):
         supervisor.replace(SMALL)
 
@@ -382,7 +376,7 @@ def test_a_drafter_that_the_target_has_not_accepted_is_absent(
     supervisor.start(64)  # which returns before the target runs steps
     assert supervisor.state == ("loading", NGRAM, None, 0, "the drafter is being started")
     ray.actors[0].loop.set_result(None)
-    until(lambda: supervisor.state.num_restarts == 1)
+    wait_until(lambda: supervisor.state.num_restarts == 1)
     assert supervisor.state.absence == "the last drafter failed: EngineDeadError: the target refused it"
     supervisor.close()
 
@@ -405,11 +399,11 @@ def test_the_drafters_of_all_ranks_are_one(ray: FakeRay, tmp_path: Path) -> None
     first, second = ray.actors
     assert first.start.arguments == second.start.arguments == (64, f"file://{tmp_path}/ranks-drafter-1", 2)
     second.loop.set_exception(RayActorError())
-    until(lambda: len(ray.actors) == 4)
+    wait_until(lambda: supervisor.state == ("ready", config.speculative, None, 1, ""))
+    assert len(ray.actors) == 4
     assert first.is_killed
     assert second.is_killed
     assert ray.actors[3].start.arguments == (64, f"file://{tmp_path}/ranks-drafter-2", 2)
-    until(lambda: supervisor.state.state == "ready")
     supervisor.replace(NGRAM)
     assert len(ray.actors) == 5
     assert ray.actors[4].start.arguments == (64, None, 1)

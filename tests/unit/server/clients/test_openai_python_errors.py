@@ -2,7 +2,6 @@
 behind when it goes away itself."""
 
 import asyncio
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from specray.cli.local_server import free_port
 from tests.support.local_server import served
+from tests.support.processes import wait_until
 from tests.support.scripted_server import TEXT, Server, make_serve
 from tests.unit.server.clients.sdk import KINDS, Ask, Clients, Json, Scripted, content, record
 from tests.unit.server.clients.test_openai_python import CALL, CHAT, RESPONSE, TEXTS, TOOL, TOOLS, USER
@@ -257,7 +257,7 @@ def test_a_foreign_host_is_a_permission_error(scripted: Scripted, kind: str) -> 
 def test_a_full_queue_is_a_rate_limit_error(busy: Scripted, kind: str, stream: bool) -> None:
     with ThreadPoolExecutor(2) as pool:
         under_way = [pool.submit(Ask(busy.clients, "sync").chat, **LONG) for _ in range(2)]
-        wait_for(lambda: num_waiting(busy.server) == 1)
+        wait_until(lambda: num_waiting(busy.server) == 1)
         with pytest.raises(openai.RateLimitError, match="queue") as caught:
             Ask(busy.clients, kind).chat(**CHAT, stream=stream)
         assert caught.value.code == "queue_full"
@@ -272,7 +272,7 @@ def test_a_client_that_retries_gets_its_turn(busy: Scripted, kind: str) -> None:
     patient = Clients.of(busy.url, max_retries=5)
     with ThreadPoolExecutor(2) as pool:
         under_way = [pool.submit(Ask(busy.clients, "sync").chat, **LONG | {"max_tokens": 60}) for _ in range(2)]
-        wait_for(lambda: num_waiting(busy.server) == 1)
+        wait_until(lambda: num_waiting(busy.server) == 1)
         assert content(Ask(patient, kind).chat(**CHAT)) == TEXT[:12]
         assert all(reply.result() for reply in under_way)
     patient.close()
@@ -282,10 +282,10 @@ def test_a_client_that_retries_gets_its_turn(busy: Scripted, kind: str) -> None:
 def test_a_client_that_gives_up_gets_a_timeout_and_frees_its_request(busy: Scripted, kind: str) -> None:
     with ThreadPoolExecutor(1) as pool:
         reply = pool.submit(Ask(busy.clients, kind).chat, **LONG | {"max_tokens": 400}, timeout=0.5)
-        wait_for(lambda: num_running(busy.server) == 1)
+        wait_until(lambda: num_running(busy.server) == 1)
         with pytest.raises(openai.APITimeoutError):
             reply.result()
-    wait_for(lambda: num_running(busy.server) == 0)
+    wait_until(lambda: num_running(busy.server) == 0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -320,7 +320,7 @@ def test_a_closed_stream_frees_its_request(busy: Scripted) -> None:
     assert next(chunks).choices[0].delta.role == "assistant"
     next(chunks)  # the first chunk is sent before the request reaches the engine
     stream.close()
-    wait_for(lambda: num_running(busy.server) == 0)
+    wait_until(lambda: num_running(busy.server) == 0)
 
 
 def test_a_cancelled_task_frees_its_request(busy: Scripted) -> None:
@@ -333,7 +333,7 @@ def test_a_cancelled_task_frees_its_request(busy: Scripted) -> None:
             await asking
 
     busy.clients.runner.run(cancel())
-    wait_for(lambda: num_running(busy.server) == 0)
+    wait_until(lambda: num_running(busy.server) == 0)
 
 
 def test_an_aborted_request_ends_with_what_it_has(busy: Scripted) -> None:
@@ -342,7 +342,7 @@ def test_an_aborted_request_ends_with_what_it_has(busy: Scripted) -> None:
         reply = pool.submit(
             busy.clients.sync.completions.create, **TEXTS | {"max_tokens": 400}, extra_body={"rid": "mine"}
         )
-        wait_for(lambda: num_running(busy.server) == 1)
+        wait_until(lambda: num_running(busy.server) == 1)
         ask.post("/abort_request", rid="mine")
         ended = reply.result()
     assert str(ended.choices[0].finish_reason) == "abort"
@@ -366,7 +366,7 @@ def test_a_failed_stream_of_a_response_ends_with_both_events_of_a_failure(
         with ThreadPoolExecutor(1) as pool:
             arguments = RESPONSE | {"max_output_tokens": 400, "stream": True}
             asking = pool.submit(Ask(failing.clients, kind).response, **arguments)
-            wait_for(lambda: failing.server.ranks.num_steps > 3)
+            wait_until(lambda: failing.server.ranks.num_steps > 3)
             failing.server.ranks.broken = "gone"
             events = asking.result()
         assert [event.type for event in events[-2:]] == ["error", "response.failed"]
@@ -386,13 +386,6 @@ def test_errors_keep_the_body_that_the_server_sent(scripted: Scripted) -> None:
         Ask(scripted.clients, "sync").chat(**CHAT | {"n": 0})
     assert isinstance(caught.value.response, httpx2.Response)
     assert caught.value.body == caught.value.response.json()["error"]
-
-
-def wait_for(condition: Any, seconds: float = 5.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds:g} s"
-        time.sleep(0.005)
 
 
 def num_waiting(server: Server) -> int:

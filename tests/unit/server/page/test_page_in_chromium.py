@@ -2,8 +2,7 @@
 
 import json
 import re
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
@@ -13,6 +12,7 @@ import pytest
 
 from specray.config import SpeculativeConfig
 from specray.metrics import number
+from tests.support.processes import wait_until
 from tests.support.scripted_server import TEXT, byte_tokenizer
 from tests.unit.server.page.conftest import NOT_INSTALLED, Running
 
@@ -60,13 +60,6 @@ def answer(page: "Page", place: int = 0) -> str:
 def expected_text(num_tokens: int = NUM_TOKENS, text: str = TEXT) -> str:
     data = (text * num_tokens).encode()[:num_tokens]  # every byte is a token
     return data.decode("utf-8", "replace")
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_an_answer_shows_where_its_tokens_came_from(browser: "Browser", running: Running) -> None:
