@@ -118,7 +118,7 @@ def test_a_killed_run_leaves_no_process_behind(options: AnswerOptions, tmp_path:
         wait_until(lambda: len(generators_of(run.pid)) == 2, seconds=300)
         generators = generators_of(run.pid)
         run.kill()
-        wait_until(lambda: all(map(has_ended, generators)), seconds=30)
+        wait_until(lambda: all(map(has_ended, generators)))
     finally:
         run.kill()
         for pid in generators:
@@ -255,7 +255,7 @@ def test_commands_that_generate_into_one_folder_take_turns(
     thread = threading.Thread(target=make_answers, args=(replace(options, folder=complete), False))
     with only_one_at(complete):
         thread.start()
-        wait_until(is_waiting, seconds=60)
+        wait_until(is_waiting)
         assert thread.is_alive()
     thread.join(60)
     assert not thread.is_alive()

@@ -30,8 +30,8 @@ def test_a_child_ends_with_its_killed_parent_while_it_imports(tmp_path: Path) ->
     parent = subprocess.Popen([sys.executable, "parent.py"], cwd=tmp_path)
     child = tmp_path / "child"
     try:
-        wait_until(child.exists, seconds=60)
+        wait_until(child.exists)
     finally:
         parent.kill()
         parent.wait()
-    wait_until(lambda: has_ended(int(child.read_text())), seconds=30)
+    wait_until(lambda: has_ended(int(child.read_text())))

@@ -96,6 +96,7 @@ def test_max_minutes_stops_with_a_checkpoint_that_resumes(tmp_path: Path) -> Non
     assert Trainer(settings(), answers, tmp_path / "run", CPU).run()
 
 
+@pytest.mark.usefixtures("draws_plots")
 @pytest.mark.parametrize("options", [{"kind": "eagle3"}, {"kind": "draft", "layers": "1"}], ids=str)
 def test_files_of_a_run_follow_the_umask(options: dict[str, str], tmp_path: Path) -> None:
     Trainer(settings(tokens=64, **options), write_answers(tmp_path), tmp_path / "run", CPU).run()
@@ -289,6 +290,7 @@ def test_checkpoint_of_other_answers_is_refused(tmp_path: Path) -> None:
         Trainer(settings(), answers, tmp_path / "run", CPU)
 
 
+@pytest.mark.usefixtures("draws_plots")
 def test_validation_is_logged_and_plotted(tmp_path: Path) -> None:
     run = tmp_path / "run"
     Trainer(settings(validate_every=500), write_answers(tmp_path, sequences=150), run, CPU).run()
