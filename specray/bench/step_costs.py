@@ -46,7 +46,7 @@ def measure_costs(
     costs = {}
     for name, llm in engines.items():
         budget = MeasuringBudget(llm.config.speculative.max_step_draft_tokens)
-        llm.engine.scheduler.budget, costs[name] = budget, budget.costs
+        llm.engine.scheduler.drafts.budget, costs[name] = budget, budget.costs
     variants = [EngineVariant(name, llm) for name, llm in engines.items()]
     with tqdm(
         total=len(batch_sizes) * NUM_TURNS * len(variants), desc="costs", unit="run", disable=not progress

@@ -5,16 +5,15 @@ token for any split of the same output into steps. Text that may be the start of
 strings act on the answer, not on the reasoning before it.
 """
 
-import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from specray.engine.stop_strings import StopPrefixes, cut_at_stop
+from specray.engine.stop_strings import AnswerStart, StopPrefixes, cut_at_stop
 from specray.outputs import FinishReason
-from specray.sampling_params import ReasoningMarks, SamplingParams
+from specray.sampling_params import SamplingParams
 
 _CONTEXT_TOKENS = 8  # of the prompt
 
@@ -89,11 +88,12 @@ class TextStream:
         at_limit = self._num_tokens >= self._max_tokens
         if at_limit:
             new_text += self._flush()
-        answer_start = len(self._text) - self._num_answer
-        if may_stop and new_text and (cut := cut_at_stop(self._text[answer_start:], len(new_text), self._params)):
-            answer, stop = cut
-            self._text = self._text[:answer_start] + answer
-            return FinishReason.STOP, stop
+        if self._prefixes is not None and may_stop and new_text:
+            answer_start = len(self._text) - self._num_answer
+            if cut := cut_at_stop(self._text[answer_start:], len(new_text), self._params):
+                answer, stop = cut
+                self._text = self._text[:answer_start] + answer
+                return FinishReason.STOP, stop
         return (FinishReason.LENGTH, None) if at_limit else (None, None)
 
     def _decode(self, token_id: int) -> str:
@@ -165,31 +165,3 @@ class TextStream:
         self._num_answer = min(self._num_answer, len(self._text))
         self._num_sent = end - keep
         return text
-
-
-class AnswerStart:
-    """Finds where an output's reasoning ends and its answer begins. Without `marks`, all of it is answer."""
-
-    def __init__(self, marks: ReasoningMarks | None) -> None:
-        self.is_answer = marks is None  # it has begun
-        self._start, ends, self.has_reasoning = marks or ("", ("",), False)
-        self._ends = re.compile("|".join(map(re.escape, ends)))
-        self._num_kept = max(map(len, ends)) - 1  # characters that may be the start of an end
-        self._undecided = ""  # text that may be about to contain a mark
-
-    def feed(self, text: str) -> str:
-        """The part of the text so far that is now known to be answer. Called until the answer has begun."""
-        self._undecided += text
-        if not self.has_reasoning:
-            first = self._undecided.lstrip()
-            if self._start.startswith(first) and first != self._start:
-                return ""
-            self.has_reasoning = first.startswith(self._start)
-            self.is_answer = not self.has_reasoning
-            if self.is_answer:
-                return self._undecided
-        if end := self._ends.search(self._undecided):
-            self.is_answer = True
-            return self._undecided[end.end() :]
-        self._undecided = self._undecided[-self._num_kept :]
-        return ""

@@ -114,12 +114,12 @@ class Engine:
         if self._in_flight:
             result, plan = self.executor.collect(), self._in_flight.popleft()
             assert result.step_id == plan.step_id, "a step failed, and the engine was used again"
-            self._timer.end(time.perf_counter(), plan, result, self.scheduler.budget)
+            self._timer.end(time.perf_counter(), plan, result, self.scheduler.drafts.budget)
             if result.drafter_is_new:
                 self.scheduler.drafter_took_over()
             if result.bucket_seconds:
                 self._bucket_seconds = result.bucket_seconds
-                self.scheduler.budget.record_bucket_seconds(result.bucket_seconds)
+                self.scheduler.drafts.budget.record_bucket_seconds(result.bucket_seconds)
             computed = self.scheduler.emitted(plan, result)
             is_audit = bool(computed) and all(emitted.request.spec.is_audit for emitted in computed)
             if self._selector is not None and not is_audit:
@@ -141,11 +141,12 @@ class Engine:
 
         `budget` is that of `new_budget`, which is called here if it is None.
         """
-        self.scheduler.budget = budget or self.new_budget(speculative, max_draft_tokens)
+        drafts = self.scheduler.drafts
+        drafts.budget = budget or self.new_budget(speculative, max_draft_tokens)
         if any(bucket.num_nodes > max_draft_tokens for bucket in self._bucket_seconds):  # else of smaller trees only
-            self.scheduler.budget.record_bucket_seconds(self._bucket_seconds)
+            drafts.budget.record_bucket_seconds(self._bucket_seconds)
         self.capacity = self.capacity._replace(max_draft_tokens=max_draft_tokens)
-        self.scheduler.max_draft_tokens = max_draft_tokens
+        drafts.max_draft_tokens = max_draft_tokens
         self._timer = StepTimer(self._speedup.record)
         self._record.drafter(speculative.drafter_name)
         self.drafter_name = speculative.drafter_name or "none"

@@ -11,10 +11,10 @@ pause. If this engine ends as well, that request is the cause.
 """
 
 from collections import deque
-from collections.abc import Sequence
 
-from specray.config import MAX_TREE_NODES, EngineConfig
-from specray.engine.draft_budget import DraftBudget, Drafting, draft_weights, make_budget
+from specray.config import EngineConfig
+from specray.engine.draft_budget import make_budget
+from specray.engine.draft_limits import DraftLimits
 from specray.engine.executor import Capacity
 from specray.engine.fair_queue import FairQueue
 from specray.engine.new_request import new_request
@@ -23,7 +23,6 @@ from specray.engine.request import Emitted, Planned, Request, Status
 from specray.engine.stored_states import StoredStates
 from specray.step import DraftFault, DraftLimit, NewRequest, ScheduledRequest, StepPlan, StepResult
 
-MAX_FORCED_DRAFTS = 8  # tokens that a grammar may add to a drafter's tree
 MIXED_STEPS = 16  # that have few prompt tokens after the last one with a decoding request, unless no request is left
 
 
@@ -41,10 +40,9 @@ class Scheduler:
         mixed = min(capacity.mixed_prefill_tokens, config.max_prefill_tokens)
         self._prefill_limits = config.max_prefill_tokens, config.chunked_prefill_size
         self._mixed_limits = mixed, min(config.chunked_prefill_size, -(-mixed // 2))
-        self.max_draft_tokens = capacity.max_draft_tokens
-        self.budget: DraftBudget = make_budget(config, config.speculative, capacity)
+        budget = make_budget(config, config.speculative, capacity)
+        self.drafts = DraftLimits(budget, capacity.max_draft_tokens, capacity.context_length)
         self.eos_token_ids = capacity.eos_token_ids
-        self._context_length = capacity.context_length
         self.waiting = FairQueue()
         self.running: list[Request] = []
         self._free_slots = list(range(config.max_running_requests - 1, -1, -1))
@@ -127,7 +125,9 @@ class Scheduler:
         return self._plan([(suspect, num_tokens, blocks)] if num_tokens and blocks is not None else [], new_requests)
 
     def _plan(self, work: list[tuple[Request, int, list[int]]], new_requests: list[NewRequest]) -> StepPlan:
-        limits, runs_drafter = self._draft_limits(work)
+        limits, runs_drafter = [DraftLimit(0, 0)] * len(work), True
+        if self.drafts.max_draft_tokens:
+            limits, runs_drafter = self.drafts.of_step([(request, num_tokens) for request, num_tokens, _ in work])
         rows = [self._schedule_request(*item, limit) for item, limit in zip(work, limits, strict=True)]
         freed, self._freed_slots = self._freed_slots, []
         self._num_steps += 1
@@ -141,14 +141,14 @@ class Scheduler:
 
         Requests that ended after the plan was made, or were preempted and compute these tokens again, are left out.
         """
-        emitted = []
+        emitted, absence = [], _absence(result)
         self._detach_unread(result)
         self._committing = self._planned.popleft()
         planned = zip(self._committing, plan.rows, result.rows, strict=True)
         for (request, num_preemptions), row, row_result in planned:
             assert row.slot == row_result.slot, (row, row_result)
             if request.status is Status.RUNNING and request.num_preemptions == num_preemptions:
-                emitted.append(Emitted(request, row.num_tokens, row_result, _absence(result)))
+                emitted.append(Emitted(request, row.num_tokens, row_result, absence))
         return emitted
 
     def commit(self, emitted: Emitted, num_kept: int) -> None:
@@ -160,9 +160,9 @@ class Scheduler:
             return  # the same tokens are planned again
         request.num_computed_tokens += emitted.num_tokens
         if result.token_ids:
-            num_drafts = result.num_draft_tokens
-            if self.budget.learns and _is_recorded(request):
-                self.budget.record_tree(request.acceptance, num_drafts, result.accepted_nodes, result.draft_scores)
+            num_drafts, budget = result.num_draft_tokens, self.drafts.budget
+            if budget.learns and not request.has_grammar:  # which changes the trees
+                budget.record_tree(request.acceptance, num_drafts, result.accepted_nodes, result.draft_scores)
             request.count_verify(num_drafts, num_kept - 1, planned.no_drafts or emitted.no_drafts)
             request.num_computed_tokens += num_kept - 1
             if request in self._suspects and not request.is_suspect:
@@ -171,7 +171,8 @@ class Scheduler:
         if self.waiting.num_waiting:  # an empty queue charges nobody
             self.waiting.charge(request, len(result.token_ids))
         self._share_full_blocks(request)
-        self.states.commit(request, planned.state_copies, start)
+        if planned.state_copies:
+            self.states.commit(request, planned.state_copies, start)
 
     def finish(self, request: Request) -> None:
         """Remove a request. Its cached blocks stay cached; its other blocks become free."""
@@ -231,49 +232,6 @@ class Scheduler:
             self._preempt(self.running[-1])
         return None
 
-    def _draft_limits(self, work: Sequence[tuple[Request, int, list[int]]]) -> tuple[list[DraftLimit], bool]:
-        """(limits for each request, whether the drafter is called after the step)."""
-        samples = [num_tokens == request.num_pending_tokens for request, num_tokens, _ in work]
-        sampling = [(request, num_tokens) for (request, num_tokens, _), does in zip(work, samples, strict=True) if does]
-        weights = draft_weights([(request.spec.tenant, request.spec.priority) for request, _ in sampling])
-        requests = [
-            Drafting(
-                self._most_drafts(request),
-                request.acceptance,
-                _is_recorded(request),
-                num_tokens > 1,
-                weight,
-                is_compared=request.drafter is not None and bool(request.drafter.shadow),
-            )
-            for (request, num_tokens), weight in zip(sampling, weights, strict=True)
-        ]
-        chosen = self.budget.shares(requests, len(work) - len(requests))
-        # A prompt is read although its own request takes no drafts: others may share it.
-        needs_drafter = any(
-            r.spec.draft_limit.allows_drafts or (num_tokens > 1 and r.shares_prefix) for r, num_tokens, _ in work
-        )
-        runs_drafter = chosen.runs_drafter and needs_drafter
-        if not runs_drafter:
-            for request, num_tokens, _ in work:
-                request.acceptance.num_missed_tokens += num_tokens
-        shares = zip(chosen.num_drafts, chosen.min_scores or [0.0] * len(requests), strict=True)
-        limits = []
-        for (request, *_), does in zip(work, samples, strict=True):
-            num_drafts, min_score = next(shares) if does else (0, 0.0)
-            limits.append(DraftLimit(num_drafts, request.spec.draft_limit.num_steps, min_score))
-        return limits, runs_drafter
-
-    def _most_drafts(self, request: Request) -> int:
-        """The largest tree that may be verified for a request after this step."""
-        limit, most = request.spec.draft_limit, self.max_draft_tokens
-        if request.drafter is not None:
-            most = min(most, request.drafter.max_draft_tokens)
-        if most and request.spec.params.grammar is not None:
-            most = min(most + MAX_FORCED_DRAFTS, MAX_TREE_NODES - 1)
-        # A model has no positions after the context; planned drafts may take all that is left.
-        most = min(most, request.max_useful_drafts, self._context_length - request.most_tokens, limit.num_tokens)
-        return max(0, most) if limit.allows_drafts else 0
-
     def _schedule_request(
         self, request: Request, num_tokens: int, new_block_ids: list[int], limit: DraftLimit
     ) -> ScheduledRequest:
@@ -281,8 +239,11 @@ class Scheduler:
         if num_drafts:
             new_block_ids = new_block_ids + (self._grow(request, num_known + num_drafts) or [])
             num_drafts = min(num_drafts, len(request.block_ids) * self.block_size - num_known)
-        no_drafts = "" if num_drafts else "limit" if limit.num_tokens or not self._most_drafts(request) else "budget"
-        samples, copies = num_tokens == request.num_pending_tokens, self.states.reserve(request, num_tokens, num_drafts)
+        no_drafts = "" if num_drafts else "limit"
+        if self.drafts.max_draft_tokens and not limit.num_tokens and self.drafts.most(request):
+            no_drafts = "budget"
+        samples = num_tokens == request.num_pending_tokens
+        copies = self.states.reserve(request, num_tokens, num_drafts) if self.states.num_rows else []
         request.in_flight.append(Planned(num_tokens, samples, num_drafts, no_drafts, copies))
         limit = limit._replace(num_tokens=num_drafts)
         return ScheduledRequest(request.slot, num_tokens, limit, new_block_ids, copies)
@@ -361,8 +322,3 @@ def _absence(result: StepResult) -> str:
     if DraftFault.LATE in result.draft_faults:
         return "late"
     return "absent" if result.drafter_is_absent or result.draft_faults else "none_found"
-
-
-def _is_recorded(request: Request) -> bool:
-    """Whether a budget can learn from a request's trees. A grammar changes them."""
-    return request.spec.params.grammar is None

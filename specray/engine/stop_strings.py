@@ -1,13 +1,16 @@
 """Stop strings: where a text is cut, and what must be held back while it may be about to contain one.
 
+They act on the answer alone, which begins after the reasoning.
+
 Each stop string is followed by its Knuth-Morris-Pratt automaton, so a character costs a few operations per stop string,
 however long and alike the strings are.
 """
 
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 
-from specray.sampling_params import SamplingParams
+from specray.sampling_params import ReasoningMarks, SamplingParams
 
 
 def cut_at_stop(text: str, num_new: int, params: SamplingParams) -> tuple[str, str] | None:
@@ -46,6 +49,34 @@ class StopPrefixes:
     def num_held(self) -> int:
         """Characters at the text's end that may be the start of a stop string."""
         return max(self._matched, default=0)
+
+
+class AnswerStart:
+    """Finds where an output's reasoning ends and its answer begins. Without `marks`, all of it is answer."""
+
+    def __init__(self, marks: ReasoningMarks | None) -> None:
+        self.is_answer = marks is None  # it has begun
+        self._start, ends, self.has_reasoning = marks or ("", ("",), False)
+        self._ends = re.compile("|".join(map(re.escape, ends)))
+        self._num_kept = max(map(len, ends)) - 1  # characters that may be the start of an end
+        self._undecided = ""  # text that may be about to contain a mark
+
+    def feed(self, text: str) -> str:
+        """The part of the text so far that is now known to be answer. Called until the answer has begun."""
+        self._undecided += text
+        if not self.has_reasoning:
+            first = self._undecided.lstrip()
+            if self._start.startswith(first) and first != self._start:
+                return ""
+            self.has_reasoning = first.startswith(self._start)
+            self.is_answer = not self.has_reasoning
+            if self.is_answer:
+                return self._undecided
+        if end := self._ends.search(self._undecided):
+            self.is_answer = True
+            return self._undecided[end.end() :]
+        self._undecided = self._undecided[-self._num_kept :]
+        return ""
 
 
 @lru_cache(maxsize=512)

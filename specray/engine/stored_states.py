@@ -51,7 +51,7 @@ class StoredStates:
 
     def reserve(self, request: Request, num_tokens: int, num_drafts: int) -> list[StateCopy]:
         """Rows for the states of the next step, which computes known tokens and may accept drafts."""
-        if not self.num_rows or not request.shares_prefix:
+        if not request.shares_prefix:
             return []
         start = request.num_computed_tokens + sum(planned.num_tokens for planned in request.in_flight)
         end = start + num_tokens + num_drafts + sum(planned.num_drafts for planned in request.in_flight)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from specray.spec_decode.draft_tree import NONE, ROOT, TreeLists
 
-LEAST_SURVIVAL = 0.01  # less likely nodes are never worth a row of a forward; see draft_budget.auto.LEAST_GAIN
+LEAST_SURVIVAL = 0.01  # less likely nodes are never worth a row of a forward; see draft_budget.by_place.LEAST_GAIN
 MEMORY_NODES = 512  # of one class; older ones count less
 PRIOR_NODES = 4.0  # as many nodes are assumed to have been as the prior says
 MEMORY_LEVELS = 16  # of trees, that a share remembers; older ones count less

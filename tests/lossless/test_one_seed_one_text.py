@@ -111,7 +111,7 @@ def test_output_does_not_depend_on_the_budget(
     """Any budget: trees of any size for each request and step, and a drafter that is left out at times."""
     options = drafting(name)
     with make_llm(toy, None, **options) as llm:
-        llm.engine.scheduler.budget = RandomBudget(7)
+        llm.engine.scheduler.drafts.budget = RandomBudget(7)
         choices = [generation.choices[0] for generation in llm.generate(PROMPTS, SAMPLED)]
     require_equal(choices, plain)
 
@@ -123,7 +123,7 @@ def test_output_does_not_depend_on_what_a_budget_learns(
     options = drafting(name)
     with make_llm(toy, options.pop("drafter", None), **options) as llm:
         costs = StepCosts()
-        llm.engine.scheduler.budget = AutoBudget(None, costs)
+        llm.engine.scheduler.drafts.budget = AutoBudget(None, costs)
         for _ in range(3):  # the second and third time with what the first ones cost and accepted
             choices = [generation.choices[0] for generation in llm.generate(PROMPTS, SAMPLED)]
             require_equal(choices, plain)

@@ -2,14 +2,15 @@
 
 `budget` has the interface, and the budget that shares a fixed number among the requests. `auto` verifies drafts while
 they raise the tokens per second, and `trials` says when it tries other numbers; `graphs` does so where steps are CUDA
-graphs. `costs` estimates the time of a step, `store` keeps that for the next start, and `acceptance` estimates how many
-drafts are accepted.
+graphs. `step_timer` measures steps, `costs` estimates their time, `store` keeps that for the next start, and
+`acceptance` and `by_place` estimate how many drafts are accepted.
 """
 
 from specray.config import EngineConfig, SpeculativeConfig, with_values
 from specray.engine.draft_budget.auto import AutoBudget
-from specray.engine.draft_budget.budget import DraftBudget, Drafting, StaticBudget, StepTimer, draft_weights
+from specray.engine.draft_budget.budget import DraftBudget, Drafting, StaticBudget, draft_weights
 from specray.engine.draft_budget.graphs import GraphBudget
+from specray.engine.draft_budget.step_timer import StepTimer
 from specray.engine.draft_budget.store import CostStore
 from specray.engine.executor import Capacity
 

@@ -1,12 +1,8 @@
-"""The expected gain of drafts: how often the target accepts the nodes of a tree.
+"""How often the target accepts drafts, by their scores: the probabilities that a draft model gave them.
 
-Drafters put the most likely nodes first, so the first n nodes are their best tree of n nodes, and node k is accepted
-less often than node k - 1. The rate of each place is measured over all requests (`NodeAcceptance`). A request's own
-acceptance scales them.
-
-Draft models also report scores, the probabilities that they gave their drafts. Then two things are measured: how often
-the target accepts nodes of each score, and how scores are distributed at each place in the tree (`ScoreAcceptance`).
-Together they give the expected gain of a step that verifies only nodes above some score.
+Two things are measured: how often the target accepts nodes of each score, and how scores are distributed at each place
+in the tree. Together they give the expected gain of a step that verifies only nodes above some score. A request's own
+acceptance (`RequestAcceptance`) scales it. `by_place` is for drafters that know no scores.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,8 +16,6 @@ from numpy.typing import NDArray
 from specray.engine.draft_budget.costs import StepCosts, StepShape
 
 NUM_FIRST_TREES = 32  # whole trees at the start show the acceptance of every node
-UNKNOWN_FIRST, UNKNOWN_RATIO = 0.6, 0.8  # assumed until measured: of the first node, and of a node to the one before
-LEARNING_RATE = 1 / 256  # of a tree, once more than this many were measured
 MEMORY_TREES = 64  # of a request's own acceptance
 MEMORY_WITHOUT_DRAFTS = 256  # steps without drafts that it outlasts: then the request is tried again
 SURE_AFTER, SURE = 8, 0.9  # after so many drafts without a rejected one, a draft is accepted with this chance
@@ -103,50 +97,6 @@ def factor_together(requests: Iterable[RequestAcceptance]) -> float:
     for request in requests:
         accepted, expected = accepted + request.accepted, expected + request.expected
     return accepted / expected
-
-
-class NodeAcceptance:
-    """Share of the verified nodes that were accepted, by their place in the tree."""
-
-    def __init__(self) -> None:
-        self._rates: list[float] = []
-        self._counts: list[int] = []
-
-    @property
-    def num_trees(self) -> int:
-        """Trees with at least one draft."""
-        return self._counts[0] if self._counts else 0
-
-    def record_tree(self, request: RequestAcceptance, num_drafts: int, accepted_nodes: Sequence[int]) -> None:
-        """Count one verified tree of a request, for it and, if its trees resemble those of others, for all."""
-        request.add(len(accepted_nodes), sum(self.gains(num_drafts)))
-        repeats = request.repeats and self.num_trees >= NUM_FIRST_TREES
-        if not repeats and not request.is_new_to_drafter:
-            self.observe(num_drafts, accepted_nodes)
-        request.count_in_row(num_drafts, len(accepted_nodes))
-
-    def observe(self, num_drafts: int, accepted_nodes: Sequence[int]) -> None:
-        """Count one verified tree; nodes are counted from 1, the root is 0."""
-        missing = max(0, num_drafts - len(self._rates))
-        self._rates += [0.0] * missing
-        self._counts += [0] * missing
-        accepted = set(accepted_nodes)
-        for place in range(num_drafts):
-            self._counts[place] += 1
-            rate = max(LEARNING_RATE, 1 / self._counts[place])
-            self._rates[place] += rate * ((place + 1 in accepted) - self._rates[place])
-
-    def gains(self, num_drafts: int) -> list[float]:
-        """Expected accepted tokens of each of the first `num_drafts` nodes; never rising."""
-        gains: list[float] = []
-        last = UNKNOWN_FIRST / UNKNOWN_RATIO
-        for rate in self._rates[:num_drafts]:
-            last = min(last, rate) if gains else rate
-            gains.append(last)
-        while len(gains) < num_drafts:
-            last *= UNKNOWN_RATIO
-            gains.append(last)
-        return gains
 
 
 class ScoredTree(NamedTuple):

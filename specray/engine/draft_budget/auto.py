@@ -5,12 +5,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from specray.engine.draft_budget.acceptance import (
     MAX_MISSED_TOKENS,
     NUM_FIRST_TREES,
-    NodeAcceptance,
     RequestAcceptance,
     ScoreAcceptance,
     ScoredTree,
@@ -24,6 +22,7 @@ from specray.engine.draft_budget.budget import (
     Shares,
     shares_by_weight,
 )
+from specray.engine.draft_budget.by_place import Floats, NodeAcceptance, allocate
 from specray.engine.draft_budget.costs import StepCosts, StepShape
 from specray.engine.draft_budget.trials import TRIAL_STEPS, Trial, Trials
 from specray.step import BucketSeconds
@@ -39,10 +38,6 @@ LEAST_SCORE = 1e-6  # asks for scores, and keeps every node
 # Added for requests that a draft model has not read, by their share: they continue without drafts, so drafts of all pay
 # only when others have taken their place. Without it, drafts that hardly pay are turned off and on all the time.
 MISSED_MARGIN = 0.08
-Floats = NDArray[np.float64]
-# Nodes that bring less are never worth a row of a forward: with a step of one row taking as long as a plain step, they
-# would have to cost less than a hundredth of it.
-LEAST_GAIN = 0.01
 
 
 class LastBest(NamedTuple):
@@ -223,10 +218,11 @@ class AutoBudget:
             if are_caught_up[place] and score < 1.0:  # no node has a higher one
                 num_drafts[place] = min(request.most, round(cut[0] * request.weight))
             min_scores[place] = max(LEAST_SCORE, score)
-        chosen = self._best_by_place([requests[place] for place in by_place], len(requests), num_drafts)
-        for place, count in zip(by_place, chosen, strict=True):
-            num_drafts[place] = count
-        if not by_place:  # those learn from every tree
+        if by_place:
+            chosen = self._best_by_place([requests[place] for place in by_place], len(requests), num_drafts)
+            for place, count in zip(by_place, chosen, strict=True):
+                num_drafts[place] = count
+        else:  # those learn from every tree
             self._last_best = LastBest(list(requests), are_caught_up, list(num_drafts), list(min_scores))
         return num_drafts, min_scores
 
@@ -242,8 +238,6 @@ class AutoBudget:
 
     def _best_by_place(self, requests: Sequence[Drafting], num_all: int, others: Sequence[int]) -> list[int]:
         """Drafts without regard to scores, in a step of `num_all` requests; `others` are the drafts so far."""
-        if not requests:
-            return []
         most = max(request.most for request in requests)
         names = {request.acceptance.drafter for request in requests}
         usual = {name: self._nodes.get(name, NodeAcceptance()).gains(most) for name in names}
@@ -288,39 +282,3 @@ def _margin(requests: Sequence[RequestAcceptance]) -> float:
 def _would_fall_behind(request: RequestAcceptance) -> bool:
     """Whether a draft model that misses the steps of a trial has missed too much of the request then."""
     return request.is_caught_up and request.num_missed_tokens + TRIAL_STEPS > MAX_MISSED_TOKENS
-
-
-def allocate(
-    gains: Sequence[Sequence[float]],
-    step_seconds: Callable[[Floats, Floats], Floats],
-    most_drafts: int,
-    num_others: int = 0,
-) -> list[int]:
-    """Draft tokens for each request, in descending order of gain, as many as generate the most tokens per second.
-
-    `gains[i][k]` are the tokens that draft k + 1 of request i is expected to bring, never rising in k.
-    `step_seconds(n, m)` are the times of steps with n drafts in all, and with m for the request that has most. It is
-    called once for many choices: hundreds of requests offer a thousand nodes in every step. One request with a long
-    certain tree would make the step dear for all, so limits of m are compared too: 1, 2, 4, … At most `most_drafts` are
-    chosen; ties go to fewer drafts, older requests and earlier nodes. `num_others` more requests of the step generate a
-    token each.
-    """
-    offers = sorted(
-        (-gain, place, row)
-        for row, row_gains in enumerate(gains)
-        for place, gain in enumerate(row_gains)
-        if gain >= LEAST_GAIN
-    )
-    negative_gains, places, rows = np.array(offers, np.float64).reshape(-1, 3).T
-    most_of_any = max(map(len, gains), default=0)
-    best, chosen = -np.inf, rows[:0]
-    powers = (1 << power for power in range(most_of_any.bit_length()))
-    for limit in [*(power for power in powers if power < most_of_any), most_of_any]:
-        kept = np.flatnonzero(places < limit)[:most_drafts]
-        tokens = num_others + len(gains) - np.cumsum([0.0, *negative_gains[kept]])
-        most = np.maximum.accumulate([0.0, *(places[kept] + 1.0)])
-        rates = tokens / step_seconds(np.arange(len(kept) + 1.0), most)
-        if rates.max() > best:
-            best, chosen = rates.max(), rows[kept[: int(rates.argmax())]]
-    num_drafts: list[int] = np.bincount(chosen.astype(np.int64), minlength=len(gains)).tolist()
-    return num_drafts

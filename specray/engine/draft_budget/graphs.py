@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from math import exp
 
-from specray.engine.draft_budget.acceptance import NUM_FIRST_TREES, NodeAcceptance, RequestAcceptance
+from specray.engine.draft_budget.acceptance import NUM_FIRST_TREES, RequestAcceptance
 from specray.engine.draft_budget.budget import (
     DRAFTER_OFF_AFTER,
     DRAFTING_MARGIN,
@@ -18,6 +18,7 @@ from specray.engine.draft_budget.budget import (
     Shares,
     shares_by_weight,
 )
+from specray.engine.draft_budget.by_place import NodeAcceptance
 from specray.engine.draft_budget.costs import CLIP, PACE_MEMORY, Curve, StepShape
 from specray.step import BucketSeconds
 

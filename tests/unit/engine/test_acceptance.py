@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from specray.config import SpeculativeConfig
-from specray.engine.recorder import (
+from specray.engine.acceptance_alarm import (
     COLLAPSED,
     COLLAPSED_BELOW,
     NUM_TREES,
     RECOVERED_FROM,
     AcceptanceAlarm,
-    StatsRecorder,
     is_collapsed,
 )
+from specray.engine.recorder import StatsRecorder
 from specray.engine.request import Emitted, EngineRequest, Request
 from specray.engine.stats import EngineStats
 from specray.grammar import GrammarSpec, make_grammar
@@ -148,4 +148,4 @@ def test_a_new_drafter_resets_the_alarm(toy: Path) -> None:
         assert list(llm.engine.stats.labelled[COLLAPSED].values()) == [1]
         llm.engine.draft_with(SpeculativeConfig(algorithm="NGRAM"), max_draft_tokens=3)
         assert not any(llm.engine.stats.labelled[COLLAPSED].values())
-        assert llm.engine.capacity.max_draft_tokens == llm.engine.scheduler.max_draft_tokens == 3
+        assert llm.engine.capacity.max_draft_tokens == llm.engine.scheduler.drafts.max_draft_tokens == 3

@@ -367,9 +367,9 @@ def test_learnt_costs_are_read_in_the_callers_thread(monkeypatch: pytest.MonkeyP
             return new_budget(*given)
 
         monkeypatch.setattr(engine._engine, "new_budget", recorded)
-        before = engine._engine.scheduler.budget
+        before = engine._engine.scheduler.drafts.budget
         engine.draft_with(SpeculativeConfig(algorithm="NGRAM"), 3)
         engine.submit(request(0, [2], max_tokens=2))
         outputs.wait(1)
-        assert engine._engine.scheduler.budget is not before
+        assert engine._engine.scheduler.drafts.budget is not before
         assert threads == [threading.main_thread().name]

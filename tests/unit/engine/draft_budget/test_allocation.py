@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specray.engine.draft_budget.auto import Floats, allocate
+from specray.engine.draft_budget.by_place import Floats, allocate
 
 gains = st.lists(st.floats(0.02, 1.0), max_size=3).map(lambda row: sorted(row, reverse=True))
 

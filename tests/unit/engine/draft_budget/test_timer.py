@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import pytest
 
 from specray.engine.draft_budget.acceptance import RequestAcceptance
-from specray.engine.draft_budget.budget import Drafting, Shares, StepTimer
+from specray.engine.draft_budget.budget import Drafting, Shares
 from specray.engine.draft_budget.costs import StepShape
+from specray.engine.draft_budget.step_timer import StepTimer
 from specray.step import DraftLimit, RequestResult, ScheduledRequest, StepPlan, StepResult, StepTimes
 
 

@@ -76,9 +76,9 @@ def test_the_engine_plans_for_the_new_drafter(serve: Serve, admin: dict[str, Any
             assert (info["max_draft_tokens"], info["speculative_num_draft_tokens"]) == (5, 6)
             assert info["internal_states"][0]["specray_drafter_info"] == {"none": 0, "NGRAM": 1}
             scheduler = server.router._engine._engine.scheduler
-            assert scheduler.max_draft_tokens == 5
-            assert isinstance(scheduler.budget, StaticBudget)
-            assert sum(scheduler.budget.shares([Drafting(5, RequestAcceptance())] * 4).num_drafts) == 9
+            assert scheduler.drafts.max_draft_tokens == 5
+            assert isinstance(scheduler.drafts.budget, StaticBudget)
+            assert sum(scheduler.drafts.budget.shares([Drafting(5, RequestAcceptance())] * 4).num_drafts) == 9
 
     asyncio.run(scenario())
 

@@ -1,0 +1,65 @@
+"""How many drafts the requests of a step may have: by their own limits, and by what a budget finds worth verifying."""
+
+from collections.abc import Sequence
+
+from specray.config import MAX_TREE_NODES
+from specray.engine.draft_budget import DraftBudget, Drafting, draft_weights
+from specray.engine.request import Request
+from specray.step import DraftLimit
+
+MAX_FORCED_DRAFTS = 8  # tokens that a grammar may add to a drafter's tree
+
+
+class DraftLimits:
+    """Limits the trees of a step's requests. `max_draft_tokens` is that of the drafter; 0: there is none."""
+
+    def __init__(self, budget: DraftBudget, max_draft_tokens: int, context_length: int) -> None:
+        self.budget = budget
+        self.max_draft_tokens = max_draft_tokens
+        self._context_length = context_length
+
+    def of_step(self, work: Sequence[tuple[Request, int]]) -> tuple[list[DraftLimit], bool]:
+        """(limits for each request, whether the drafter is called after the step).
+
+        `work` are the requests, each with its number of known tokens to compute.
+        """
+        samples = [num_tokens == request.num_pending_tokens for request, num_tokens in work]
+        sampling = [item for item, does in zip(work, samples, strict=True) if does]
+        weights = draft_weights([(request.spec.tenant, request.spec.priority) for request, _ in sampling])
+        requests = [
+            Drafting(
+                self.most(request),
+                request.acceptance,
+                not request.has_grammar,
+                num_tokens > 1,
+                weight,
+                is_compared=request.drafter is not None and bool(request.drafter.shadow),
+            )
+            for (request, num_tokens), weight in zip(sampling, weights, strict=True)
+        ]
+        chosen = self.budget.shares(requests, len(work) - len(requests))
+        # A prompt is read although its own request takes no drafts: others may share it.
+        needs_drafter = any(
+            r.spec.draft_limit.allows_drafts or (num_tokens > 1 and r.shares_prefix) for r, num_tokens in work
+        )
+        runs_drafter = chosen.runs_drafter and needs_drafter
+        if not runs_drafter:
+            for request, num_tokens in work:
+                request.acceptance.num_missed_tokens += num_tokens
+        shares = zip(chosen.num_drafts, chosen.min_scores or [0.0] * len(requests), strict=True)
+        limits = []
+        for (request, _), does in zip(work, samples, strict=True):
+            num_drafts, min_score = next(shares) if does else (0, 0.0)
+            limits.append(DraftLimit(num_drafts, request.spec.draft_limit.num_steps, min_score))
+        return limits, runs_drafter
+
+    def most(self, request: Request) -> int:
+        """The largest tree that may be verified for a request after this step."""
+        limit, most = request.spec.draft_limit, self.max_draft_tokens
+        if request.drafter is not None:
+            most = min(most, request.drafter.max_draft_tokens)
+        if most and request.has_grammar:
+            most = min(most + MAX_FORCED_DRAFTS, MAX_TREE_NODES - 1)
+        # A model has no positions after the context; planned drafts may take all that is left.
+        most = min(most, request.max_useful_drafts, self._context_length - request.most_tokens, limit.num_tokens)
+        return max(0, most) if limit.allows_drafts else 0
