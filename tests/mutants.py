@@ -152,7 +152,7 @@ MUTANTS = (
     ),
     Mutant(
         "states: accepted drafts are not committed",
-        "specray/worker/backend.py",
+        "specray/worker/torch_backend.py",
         "                self.runner.states.commit([output.accepted_nodes(row) for row in range(len(rows.states))])\n",
         "                self.runner.states.commit([[] for _ in rows.states])\n",
         "tests/lossless/test_states.py -k qwen3_5-right",
@@ -160,7 +160,7 @@ MUTANTS = (
     ),
     Mutant(
         "states: the last accepted draft is not committed",
-        "specray/worker/backend.py",
+        "specray/worker/torch_backend.py",
         "output.accepted_nodes(row) for row in",
         "output.accepted_nodes(row)[:-1] for row in",
         "tests/lossless/test_states.py -k qwen3_5-right",

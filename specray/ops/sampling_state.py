@@ -77,6 +77,16 @@ class SamplingState:
         return self.num_output_tokens < self.adjusts_until
 
     @property
+    def needs_walk(self) -> bool:
+        """Whether tokens depend on the path in a draft tree, or logprobs are wanted: trees are walked by depth."""
+        return self.adjusts_logits or self.options.logprobs is not None
+
+    @property
+    def reads_largest_logit(self) -> bool:
+        """Whether tokens depend on nothing but the largest logit of each node."""
+        return not self.is_sampled and not self.needs_walk
+
+    @property
     def masks_end_tokens(self) -> bool:
         return self.num_output_tokens < self.options.min_tokens and bool(self.options.eos_token_ids)
 

@@ -14,7 +14,7 @@ from specray.ops.shard_sampling import best_of, none_of, packed
 from specray.ops.step_tensors import Choices
 from specray.spec_decode.node_sampler import NodeSampler, coupled
 from specray.spec_decode.step_ops import step_ops
-from specray.spec_decode.verifier import needs_walk, verify
+from specray.spec_decode.verifier import verify
 from specray.spec_decode.verify_batch import PaddedVerifyInput, VerifyInput, VerifyOutput, in_order
 
 
@@ -65,7 +65,7 @@ def exchanged(own: Choices, group: RankGroup) -> Choices:
 
 
 def _needs_all_logits(state: SamplingState) -> bool:
-    return state.options.grammar is not None or needs_walk(state) or (state.is_sampled and state.is_filtered)
+    return state.options.grammar is not None or state.needs_walk or (state.is_sampled and state.is_filtered)
 
 
 def _verify_at_once(inputs: VerifyInput, head: VocabHead) -> VerifyOutput:

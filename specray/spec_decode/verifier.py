@@ -32,7 +32,11 @@ def verify(inputs: VerifyInput, sampler: NodeSampler = coupled, mask: TokenMask 
             inputs = inputs._replace(unmasked=inputs.logits.clone())
         ops_on(device).forbid(inputs.logits, *mask)
     ops = step_ops(device)
-    walked = [row for row, state in enumerate(states) if sampler is not coupled or needs_walk(state, ops.walks_sampled)]
+    walked = [
+        row
+        for row, state in enumerate(states)
+        if sampler is not coupled or state.needs_walk or (ops.walks_sampled and state.is_sampled)
+    ]
     if not walked:
         return ops.verify(inputs)
     if len(walked) == len(states):
@@ -59,20 +63,9 @@ def make_sampler(config: SpeculativeConfig) -> NodeSampler:
 
 def can_verify_padded(states: Sequence[SamplingState], sampler: NodeSampler) -> bool:
     """Whether `verify_padded` can verify these requests."""
-    return is_padded(sampler) and not any(needs_walk(state) for state in states)
+    return is_padded(sampler) and not any(state.needs_walk for state in states)
 
 
 def is_padded(sampler: NodeSampler) -> bool:
     """Whether the sampler can choose in a CUDA graph."""
     return sampler is coupled or isinstance(sampler, PaddedSampler)
-
-
-def needs_walk(state: SamplingState, walks_sampled: bool = False) -> bool:
-    """Whether a request's tokens depend on the path, or its logprobs are wanted."""
-    is_adjusted = state.num_output_tokens < state.adjusts_until
-    return is_adjusted or state.options.logprobs is not None or (walks_sampled and state.is_sampled)
-
-
-def reads_largest_logit(state: SamplingState) -> bool:
-    """Whether a request's tokens depend on nothing but the largest logit of each node."""
-    return not state.is_sampled and not needs_walk(state)

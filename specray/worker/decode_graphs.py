@@ -20,8 +20,7 @@ from specray.step import BucketSeconds
 from specray.worker.buckets import Bucket, buckets, smallest_bucket
 from specray.worker.input_batch import StepBatch
 from specray.worker.model_runner import ForwardOutput, ModelRunner
-from specray.worker.padded_step import PaddedStep
-from specray.worker.step_output import CopiedOutcome
+from specray.worker.padded_step import CopiedOutcome, PaddedStep
 
 logger = logging.getLogger(__name__)
 

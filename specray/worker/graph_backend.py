@@ -11,13 +11,13 @@ from specray.spec_decode.node_sampler import NodeSampler
 from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.verifier import can_verify_padded
 from specray.step import BucketSeconds
-from specray.worker.backend import TorchBackend
 from specray.worker.buckets import Bucket
 from specray.worker.decode_graphs import DecodeGraphs
 from specray.worker.input_batch import StepBatch
 from specray.worker.model_runner import ModelRunner
+from specray.worker.padded_step import CopiedOutcome
 from specray.worker.step_backend import Pass, StepOutcome, StepWants
-from specray.worker.step_output import CopiedOutcome
+from specray.worker.torch_backend import TorchBackend
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from specray.ops.device_ops import ops_on
 from specray.spec_decode.drafter import TargetView
 from specray.worker.kv_cache import KVCache
 from specray.worker.memory_plan import count_blocks, count_stored_states, demand_of, device_memory, kv_dtype
-from specray.worker.model_runner import make_runner
+from specray.worker.model_runner import ModelRunner
 from specray.worker.remote_drafter.handshake import DraftPlacement
 from specray.worker.remote_drafter.source import RingLimits
 from specray.worker.state_pool import StatePool
@@ -84,7 +84,7 @@ class LoadedTarget:
         )
         num_rows = config.max_running_requests + num_stored
         states = StatePool(shape.states, num_rows, device) if shape.states else None
-        self.runner = make_runner(self.model, kv, attention, states)
+        self.runner = ModelRunner(self.model, kv, attention, states)
         if dtype is not torch.float32 and ops_on(device).sums_in_fixed_order and not self.model.is_row_wise:
             given = str(dtype).removeprefix("torch.") + " (auto)" * (config.dtype == "auto")
             raise ConfigError(

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from specray.ops.attention import recordable
-from specray.ops.step_tensors import RaggedIndex
+from specray.ops.host_copy import HostCopy
+from specray.ops.step_tensors import RaggedIndex, tokens_of
 from specray.spec_decode.draft_tree import NONE, DraftTree, TreeBuffers
 from specray.spec_decode.drafter import DeviceDrafter
 from specray.spec_decode.node_sampler import NodeSampler, PaddedSampler
@@ -25,7 +26,29 @@ from specray.worker.input_batch import StepBatch
 from specray.worker.model_runner import ModelRunner
 from specray.worker.padded_rows import PaddedRows
 from specray.worker.state_pool import PaddedStates
-from specray.worker.step_output import CopiedOutcome
+from specray.worker.step_output import StepOutput
+
+
+class CopiedOutcome:
+    """A graph's outcome, int64 [R, 2 + 2 * (D + 1)], on its way to the host."""
+
+    def __init__(self, outcome: Tensor) -> None:
+        self._device = outcome
+        self._host = HostCopy(outcome.clone() if outcome.device.type == "cpu" else outcome)
+
+    @property
+    def first_tokens(self) -> Tensor:
+        """The first tokens that rows emitted, int64 [R, 1], on the device, until the next step's verification."""
+        return tokens_of(self._device)[:, :1]
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the copy is complete."""
+        return self._host.is_there
+
+    def output(self) -> StepOutput:
+        """Waits for the copy."""
+        return StepOutput(self._device, self._host.wait().tolist(), {})
 
 
 class PaddedStep:

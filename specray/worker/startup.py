@@ -11,6 +11,7 @@ from specray.engine.executor import Capacity
 from specray.layers.parallel import RankGroup
 from specray.models.compilation import compile_layers
 from specray.models.files import target_folder
+from specray.models.fused_forward import FusedForward
 from specray.models.target_model import TargetModel
 from specray.models.tokenizer import eos_token_ids, load_tokenizer
 from specray.ops.cpu.processor import cpu_identity, num_threads
@@ -26,17 +27,18 @@ from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.verifier import is_padded, make_sampler
 from specray.structured_output.compilation import make_tools
 from specray.structured_output.matchers import GrammarTable
-from specray.worker.backend import make_backend
 from specray.worker.broadcast import DraftSizes, adopt_sizes, broadcast_sizes
 from specray.worker.buckets import buckets
 from specray.worker.decode_graphs import DecodeGraphs
 from specray.worker.draft_graphs import graphs_of_members
 from specray.worker.graph_backend import GraphBackend
+from specray.worker.kernel_backend import KernelBackend
 from specray.worker.loading import LoadedTarget, choose_device, ring_limits
 from specray.worker.model_runner import ModelRunner
 from specray.worker.remote_drafter.handshake import DraftEndpoint, DraftPlacement
 from specray.worker.remote_drafter.source import RemoteDrafts
 from specray.worker.step_backend import StepBackend
+from specray.worker.torch_backend import TorchBackend
 from specray.worker.worker import Worker
 
 MIXED_PREFILL_TOKENS_ON_CPU = 64
@@ -94,10 +96,9 @@ def start_worker(
     if shares_trees:
         adopt_sizes(drafts, broadcast_sizes(group, DraftSizes.of(drafts)))
     compile_target(config, target, drafts.max_draft_tokens, progress)
-    backend: StepBackend = make_backend(target.runner, table, group, sampler)
+    eager = _make_backend(target.runner, table, group, sampler)
     graphs, without_graphs = _make_graphs(config, target.runner, table, drafts, drafter, sampler, shares_trees)
-    if graphs is not None:
-        backend = GraphBackend(graphs, make_backend(target.runner, table, group, sampler), table, sampler)
+    backend: StepBackend = eager if graphs is None else GraphBackend(graphs, eager, table, sampler)
     capacity = Capacity(
         num_blocks=target.num_blocks,
         max_draft_tokens=drafts.max_draft_tokens,
@@ -123,6 +124,13 @@ def start_worker(
         shares_trees=shares_trees,
         capacity=capacity,
     )
+
+
+def _make_backend(runner: ModelRunner, table: RequestTable, group: RankGroup, sampler: NodeSampler) -> TorchBackend:
+    """The backend without CUDA graphs."""
+    if isinstance(runner.forward, FusedForward):
+        return KernelBackend(runner, runner.forward, table, group, sampler)
+    return TorchBackend(runner, table, group, sampler)
 
 
 def _compute_alike(group: RankGroup, device: torch.device) -> bool:

@@ -1,7 +1,7 @@
 """What a step does on a device: forward pass, verification, and the commit of accepted paths.
 
-A backend is chosen once, when a worker starts: torch's operations or the CPU kernels (`backend.py`), or CUDA graphs
-(`graph_backend.py`). The worker does not ask which one it has.
+A backend is chosen once, when a worker starts: torch's operations (`torch_backend.py`), the CPU kernels
+(`kernel_backend.py`), or CUDA graphs (`graph_backend.py`). The worker does not ask which one it has.
 """
 
 from collections.abc import Callable, Sequence

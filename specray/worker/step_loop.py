@@ -17,13 +17,13 @@ class StepLoop:
     """An Executor over the worker in this process: a step begins as soon as its plan is there and the worker can."""
 
     def __init__(self, worker: Worker) -> None:
-        self._worker = worker
+        self.worker = worker
         self._plans: deque[StepPlan] = deque()
         self._failure: Exception | None = None  # of a step; it is raised when those before it were collected
 
     @property
     def capacity(self) -> Capacity:
-        return self._worker.capacity
+        return self.worker.capacity
 
     def submit(self, plan: StepPlan) -> None:
         self._plans.append(plan)
@@ -44,34 +44,34 @@ class StepLoop:
             return
 
     def close(self) -> None:
-        self._worker.close()
+        self.worker.close()
 
     def _finish(self) -> StepResult:
         """The result of the oldest step."""
         self._begin()
-        if self._failure is not None and not self._worker.num_started:
+        if self._failure is not None and not self.worker.num_started:
             raise self._failure
-        return self._worker.finish()
+        return self.worker.finish()
 
     def _go_on(self) -> None:
         """After a step: draft for the next one, and begin it if its plan is there."""
-        self._worker.propose()
+        self.worker.propose()
         self._begin()
 
     def _begin(self) -> None:
         """Start the steps that can be started. One that fails ends itself, not those before."""
         try:
-            while self._plans and self._failure is None and self._worker.can_begin(self._plans[0]):
-                self._worker.begin(self._plans.popleft())
+            while self._plans and self._failure is None and self.worker.can_begin(self._plans[0]):
+                self.worker.begin(self._plans.popleft())
         except Exception as failure:
             self._failure = failure
 
     def _receive(self, channel: Channel) -> None:
         """Begin the steps whose plans arrive while the oldest one runs, of which there is one when it returns."""
         self._begin()
-        while not self._plans and self._failure is None and self._worker.num_started < MAX_STARTED:
-            has_result = bool(self._worker.num_started) and self._worker.has_result()
-            wait = 0.0 if has_result else _POLL_S if self._worker.num_started else None
+        while not self._plans and self._failure is None and self.worker.num_started < MAX_STARTED:
+            has_result = bool(self.worker.num_started) and self.worker.has_result()
+            wait = 0.0 if has_result else _POLL_S if self.worker.num_started else None
             if channel.poll(wait):
                 self.submit(unpack_plan(channel.recv()))
                 self._begin()

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from specray.draft_trace import VerifiedTree
-from specray.ops.host_copy import HostCopy
 from specray.outputs import TokenLogprob
 from specray.spec_decode.verify_batch import VerifyOutput
 from specray.step import RequestResult
@@ -58,28 +57,6 @@ class StepOutput(NamedTuple):
         outcome = self.host[row]
         root = 1 + len(outcome) // 2
         return outcome[root + 1 : root + outcome[0]]
-
-
-class CopiedOutcome:
-    """A graph's outcome, int64 [R, 2 + 2 * (D + 1)], on its way to the host."""
-
-    def __init__(self, outcome: Tensor) -> None:
-        self._device = outcome
-        self._host = HostCopy(outcome.clone() if outcome.device.type == "cpu" else outcome)
-
-    @property
-    def first_tokens(self) -> Tensor:
-        """The first tokens that rows emitted, int64 [R, 1], on the device, until the next step's verification."""
-        return self._device[:, _NUM_COUNTS : _NUM_COUNTS + 1]
-
-    @property
-    def is_there(self) -> bool:
-        """Whether the copy is complete."""
-        return self._host.is_there
-
-    def output(self) -> StepOutput:
-        """Waits for the copy."""
-        return StepOutput(self._device, self._host.wait().tolist(), {})
 
 
 def with_traces(results: Sequence[RequestResult], batch: StepBatch, output: StepOutput) -> list[RequestResult]:

@@ -12,7 +12,6 @@ from specray.spec_decode.propose_context import ProposeContext
 from specray.spec_decode.request_state import RequestState
 from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.tree_edits import limited
-from specray.spec_decode.verifier import needs_walk
 from specray.step import DraftLimit, RequestResult, StepPlan, StepResult, StepTimes
 from specray.structured_output.matchers import GrammarTable
 from specray.worker.broadcast import DraftSizes, adopt_sizes, broadcast_tree
@@ -74,7 +73,8 @@ class StepRunner:
         rows = ScheduledBatch.of(self._table, plan)
         if (states := self._backend.runner.states) is not None:
             states.enter(plan.new_requests)
-        self.drafts.release(plan.freed_slots)
+        if plan.freed_slots:
+            self.drafts.release(plan.freed_slots)
         self._context = self._nothing  # the last step's may name slots that were just freed
         if not rows.states:
             prepared = time.perf_counter()
@@ -233,14 +233,15 @@ class StepRunner:
             state.has_ended = True
             return RequestResult(state.slot, [], 0, None, self._grammars.error(state.slot) or NOT_A_NUMBER)
         tokens = output.emitted(row)
+        forced: Sequence[int] = ()
         if self._grammars.slots:
             self._grammars.accept(state.slot, tokens)
+            forced = self._grammars.forced_nodes(state.slot)
         state.num_computed_tokens += batch.rows.num_known[row] + num_kept - 1
         state.has_ended = state.sampling.end_with(tokens, len(state.token_ids) - state.num_prompt_tokens)
         state.token_ids += tokens
         state.sampling.num_output_tokens = len(state.token_ids) - state.num_prompt_tokens
-        num_drafts, nodes = batch.num_nodes[row] - 1, output.accepted_nodes(row)
-        logprobs, forced = output.logprobs.get(row), self._grammars.forced_nodes(state.slot)
+        num_drafts, nodes, logprobs = batch.num_nodes[row] - 1, output.accepted_nodes(row), output.logprobs.get(row)
         return RequestResult(
             state.slot, tokens, num_drafts, logprobs, None, nodes, prompt_logprobs, forced_nodes=forced
         )
@@ -254,7 +255,7 @@ def _num_drafts(plan: StepPlan) -> int:
 
 def needs_result(state: RequestState) -> bool:
     """Whether a request's next step cannot begin before the host has the result of this one."""
-    return state.has_ended or state.traces_drafts or needs_walk(state.sampling)
+    return state.has_ended or state.traces_drafts or state.sampling.needs_walk
 
 
 def deferred_result(state: RequestState) -> RequestResult:

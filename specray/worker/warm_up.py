@@ -58,8 +58,8 @@ def warm_up(worker: "Worker", config: EngineConfig) -> None:
     On ranks above 0 it returns once graphs are captured, and `run_loop` runs the steps.
     """
     worker.prepare()
-    buckets = worker.measure()
-    if not worker.leads or not worker.compiles_kernels:
+    buckets = worker.backend.measure()
+    if not worker.leads or not worker.backend.compiles_kernels:
         return
     capacity, start = worker.capacity, time.perf_counter()
     sizes = WarmUpSizes(

@@ -45,7 +45,7 @@ class Worker:
         self.grammars = grammars
         self.capacity = capacity
         self._group, self._shares_trees = group, shares_trees
-        self._backend = backend
+        self.backend = backend
         self._table = table
         self._steps = StepRunner(group, backend, table, drafts, grammars, shares_trees)
         self.bucket_seconds: list[BucketSeconds] = []  # to be reported with the next result
@@ -62,32 +62,18 @@ class Worker:
 
     @property
     def model(self) -> TargetModel:
-        return self._backend.runner.model
+        return self.backend.runner.model
 
     @property
     def leads(self) -> bool:
         """Whether this is rank 0, which gets the plans."""
         return self._group.leads
 
-    @property
-    def compiles_kernels(self) -> bool:
-        """Whether a kernel is compiled when it is called for the first time."""
-        return self._backend.compiles_kernels
-
     def prepare(self) -> None:
         """Capture CUDA graphs for the trees of the drafter; all ranks call it together."""
         if self._shares_trees:
             adopt_sizes(self.drafts, broadcast_sizes(self._group, DraftSizes.of(self.drafts)))
-        self._backend.prepare()
-
-    def measure(self) -> list[BucketSeconds]:
-        """What steps in CUDA graphs take; all ranks call it together."""
-        return self._backend.measure()
-
-    @property
-    def starts_passes(self) -> bool:
-        """Whether `begin` returns while the forward pass still runs."""
-        return self._backend.starts_passes
+        self.backend.prepare()
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step: target forward over known tokens and draft trees, verify, keep the accepted path."""
@@ -116,7 +102,7 @@ class Worker:
     def has_result(self) -> bool:
         """Whether `finish` would return at once."""
         started = self._started[0].started
-        return started is None or self._backend.has_ended(started)
+        return started is None or self.backend.has_ended(started)
 
     def finish(self) -> StepResult:
         """The result of the oldest step that was started."""

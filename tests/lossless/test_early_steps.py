@@ -20,11 +20,11 @@ from specray.spec_decode.draft_tree import DraftTree
 from specray.step import StepPlan, StepResult
 from specray.step_wire import pack, unpack_result
 from specray.testing.conformance import PROMPTS, SAMPLED, require_equal
+from specray.worker.padded_step import CopiedOutcome
 from specray.worker.remote_drafter import source
 from specray.worker.remote_drafter.device_trees import DeviceTrees
 from specray.worker.startup import start_worker
 from specray.worker.step_loop import StepLoop
-from specray.worker.step_output import CopiedOutcome
 from specray.worker.warm_up import warm_up
 from specray.worker.worker import Worker
 from tests.support.colocated import colocated_worker

@@ -1,17 +1,15 @@
 """Greedy steps keep no logits: the tokens that the output matrix's product finds are those of the largest logits."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from specray.models.fused_forward import FusedForward
 from specray.ops.cpu.library import kernels
 from specray.ops.step_tensors import LargestLogits
 from specray.sampling_params import SamplingParams
-from specray.worker.input_batch import InputBatch
-from specray.worker.model_runner import ForwardOutput, KernelRunner
 from tests.support.engine import make_llm
 from tests.support.methods import METHODS
 
@@ -36,23 +34,22 @@ def test_tokens_are_those_of_the_largest_logits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     compared = []
-    start = KernelRunner.start
+    start = FusedForward.start
 
-    def both(
-        runner: KernelRunner, batch: InputBatch, layers: Sequence[int], only_largest: bool, verification: Any
-    ) -> tuple[int, ForwardOutput]:
+    def both(forward: FusedForward, *inputs: Any) -> Any:
+        *step, only_largest, _, read_lens = inputs
         assert only_largest
-        number, whole = start(runner, batch, layers, False)
-        runner.wait(number)
-        number, found = start(runner, batch, layers, True, verification)
-        runner.wait(number)
-        assert isinstance(whole.logits, torch.Tensor)
-        assert isinstance(found.logits, LargestLogits)
-        assert torch.equal(found.logits.token_ids, whole.logits.argmax(-1))
-        compared.append(len(whole.logits))
+        number, (_, whole, _) = start(forward, *step, False, None, read_lens)
+        forward.wait(number)
+        number, found = start(forward, *inputs)
+        forward.wait(number)
+        assert isinstance(whole, torch.Tensor)
+        assert isinstance(found[1], LargestLogits)
+        assert torch.equal(found[1].token_ids, whole.argmax(-1))
+        compared.append(len(whole))
         return number, found
 
-    monkeypatch.setattr(KernelRunner, "start", both)
+    monkeypatch.setattr(FusedForward, "start", both)
     drafts = {} if method is None else {"speculative": METHODS[method](toy, tmp_path)}
     with make_llm(toy, **options, **drafts, num_threads=num_threads, disable_overlap_schedule=True) as llm:
         llm.generate(PROMPTS, GREEDY)

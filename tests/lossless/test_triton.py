@@ -90,7 +90,7 @@ def deterministic(toy: Path, folder: Path) -> dict[str, Any]:
 
     options = {"dtype": "bfloat16", "deterministic": True}
     with make_llm(toy, **options) as llm:
-        attention = llm._executor.worker._backend.runner.attention
+        attention = llm._executor.worker.backend.runner.attention
         assert isinstance(attention, TritonAttention), attention
         has_one_text = llm._executor.capacity.has_one_text
         requests = zip(PROMPTS, PARAMS, strict=True)

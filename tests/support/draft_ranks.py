@@ -60,7 +60,7 @@ class Counting(RankZero):
 
     @property
     def capacity(self) -> Capacity:
-        return self._worker.capacity._replace(max_draft_tokens=self.most, reads_next_token=True)
+        return self.worker.capacity._replace(max_draft_tokens=self.most, reads_next_token=True)
 
     def await_drafter(self) -> None:
         self._drafts.await_drafter(TIMEOUT_S)

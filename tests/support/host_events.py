@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from specray.worker.graph_backend import GraphBackend
-from specray.worker.step_output import CopiedOutcome
+from specray.worker.padded_step import CopiedOutcome
 from tests.support.graph_stand_in import RecordedGraphs
 from tests.support.host_reads import HostReads
 

@@ -3,7 +3,6 @@
 from collections import Counter
 from random import Random
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,10 +13,11 @@ from torch import Tensor
 
 from specray.ops.noise import noise_keys
 from specray.ops.sampling_state import SamplingBatch, SamplingState
-from specray.spec_decode import depth_walk, node_sampler, verifier
+from specray.spec_decode import depth_walk, node_sampler
 from specray.spec_decode.draft_tree import NONE, TreeLists
 from specray.spec_decode.node_sampler import coupled
 from specray.spec_decode.rejection import sample_by_rejection
+from specray.spec_decode.step_ops import step_ops
 from specray.step import SamplingOptions
 from tests.support.distributions import MAX_Z, OPTIONS, processed_probs, worst_z
 from tests.support.sampling import Verified, mask_of, noise_of, state_of, verify_rows
@@ -215,9 +215,10 @@ def test_verification_at_once_and_by_depth_agree(rows: list[tuple[TreeLists, dic
     outputs = []
     for uses_kernels, needs_walk in ((True, False), (False, False), (False, True)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(verifier, "needs_walk", Mock(return_value=needs_walk))
+            patch.setattr(SamplingState, "needs_walk", needs_walk)
             if not uses_kernels:
                 patch.setenv("SPECRAY_KERNELS", "torch")
+            patch.setattr(step_ops(torch.device("cpu")), "walks_sampled", False)
             outputs.append(verify_rows(logits, [row[0] for row in rows], states, [4] * len(rows)))
     assert outputs[0] == outputs[1] == outputs[2]
 

@@ -91,7 +91,7 @@ def test_kv_in_int8_takes_a_scale_and_a_byte_for_each_number(toy: Path) -> None:
     with make_llm(toy, kv_cache_dtype="int8") as llm:
         assert isinstance(llm.engine.executor, LocalExecutor)
         worker = llm.engine.executor.worker
-        pool = worker._backend.runner.kv.pool
+        pool = worker.backend.runner.kv.pool
         assert pool.dtype is torch.int8
         assert pool.shape[-1] == worker.model.shape.head_dim + 4
 
@@ -123,7 +123,7 @@ def loaded(folder: Path, **options: Any) -> Pools:
         assert isinstance(worker.drafts.drafter, MergedDrafter)
         head = worker.drafts.drafter.drafter
         assert isinstance(head, HeadDrafter)
-        return Pools(worker._backend.runner.kv.pool, head._kv.attention.pool)
+        return Pools(worker.backend.runner.kv.pool, head._kv.attention.pool)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_drafts_do_not_change_a_text_with_kv_in_float8(
     drafter = ScriptedDrafter(DRAWS["half-right"], known)
     layout = {"kv_cache_dtype": kind, "page_size": 4, "chunked_prefill_size": 8, "max_prefill_tokens": 12}
     with make_llm(tmp_path, drafter, **layout) as llm:
-        assert llm._executor.worker._backend.runner.kv.pool.dtype is KV_TYPES[kind]
+        assert llm._executor.worker.backend.runner.kv.pool.dtype is KV_TYPES[kind]
         for _ in range(2):  # again from the prefix cache
             assert [each.choices[0].token_ids for each in llm.generate(prompts, params)] == texts
     assert drafter.num_proposed

@@ -38,7 +38,7 @@ class Driver:
         self.worker = start_worker(
             config, drafter=ScriptedDrafter(lambda last, *_: tree._replace(tokens=[last, *tree.tokens[1:]]))
         )
-        self.pool = self.worker._backend.runner.kv.pool
+        self.pool = self.worker.backend.runner.kv.pool
         self._num_steps = 0
 
     def prefill(self, slots: list[int]) -> None:
@@ -51,7 +51,7 @@ class Driver:
     def decode(self, slots: list[int]) -> tuple[Tensor, list[str | None]]:
         """(logits [N, V] of the first slot's tree, the errors of all)."""
         errors = self._run(slots, [])
-        backend = self.worker._backend
+        backend = self.worker.backend
         assert isinstance(backend, GraphBackend)
         return backend._graphs._step._logits[:5].clone(), errors
 
@@ -86,7 +86,7 @@ def test_a_broken_request_and_what_padding_wrote_change_no_other_request(toy: Pa
     driver = Driver(toy)
     for slot in (1, 0):
         driver.prefill([slot])
-    driver.pool[:, driver.worker._backend.runner.kv.padding_slot :] = torch.nan
+    driver.pool[:, driver.worker.backend.runner.kv.padding_slot :] = torch.nan
     driver.pool[:, PAGE * (BLOCKS + 1) :] = torch.nan  # all of slot 1
     logits, errors = driver.decode([0, 1])
     assert errors == [None, NOT_A_NUMBER]

@@ -17,7 +17,7 @@ from specray.spec_decode.inline_drafts import InlineDrafts
 from specray.spec_decode.merged import MergedDrafter
 from specray.step import UNLIMITED, NewRequest, PromptLogprobs, ScheduledRequest, StepPlan
 from specray.worker.input_batch import InputBatch, ScheduledBatch, StepBatch, build_batch
-from specray.worker.model_runner import KernelRunner
+from specray.worker.kernel_backend import KernelBackend
 from specray.worker.startup import start_worker
 from specray.worker.worker import Worker
 from tests.support.distributions import OPTIONS
@@ -77,15 +77,15 @@ def batch_of(worker: Worker, prompt_logprobs: PromptLogprobs | None = None) -> I
 
 
 def compute(worker: Worker, batch: InputBatch, layers: tuple[int, ...]) -> Computed:
-    runner = worker._backend.runner
-    assert isinstance(runner, KernelRunner)
-    pool = runner.kv.pool
+    assert isinstance(worker.backend, KernelBackend)
+    runner, passes = worker.backend.runner, worker.backend._passes
+    pool, attend = runner.kv.pool, runner.attention.plan(batch.attention)
     pool.zero_()
-    number, output = runner.start(batch, layers)
-    runner.wait(number)
-    assert output.hidden is not None
-    assert isinstance(output.logits, Tensor)
-    return Computed(output.hidden, output.logits, output.aux_hidden_states, pool.clone())
+    step = (batch.token_ids, batch.positions, attend, batch.node_places, layers)
+    number, (hidden, logits, aux_hidden_states) = passes.start(*step, read_lens=batch.read_lens)
+    passes.wait(number)
+    assert isinstance(logits, Tensor)
+    return Computed(hidden, logits, aux_hidden_states, pool.clone())
 
 
 def test_a_pass_computes_what_is_read(worker: Worker) -> None:

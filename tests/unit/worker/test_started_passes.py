@@ -178,7 +178,7 @@ def test_a_worker_may_be_dropped_while_its_pass_runs(toy: Path, num_threads: int
         if follows:
             worker.begin(next_step(2, 0))
             worker.finish()
-        runner = weakref.ref(worker._backend.runner)
+        runner = weakref.ref(worker.backend.runner)
         del worker
         gc.collect()
         assert runner() is None

@@ -28,7 +28,7 @@ def config_of(target: Path, **options: object) -> EngineConfig:
 def test_a_target_whose_experts_are_chosen_on_the_host(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_architecture("qwen3-moe", tmp_path)
     worker = start_worker(config_of(tmp_path))
-    assert not isinstance(worker._backend, GraphBackend)
+    assert not isinstance(worker.backend, GraphBackend)
     assert worker.capacity.without_graphs == (f"decode steps: {EXPERTS_READ}",)
     assert "moe_runner_backend: triton" in caplog.text
 

@@ -87,7 +87,7 @@ class Driver:
     def kv(self, slot: int, length: int) -> torch.Tensor:
         """KV of the first `length` tokens of a slot."""
         first = (BLOCKS * slot + 1) * PAGE
-        return self.worker._backend.runner.kv.pool[:, first : first + length]
+        return self.worker.backend.runner.kv.pool[:, first : first + length]
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +167,7 @@ def test_no_kv_slot_beyond_the_draft_limit_is_written(limit: int, toy: Path, gre
     driver.enter(0)
     driver.step([0])
     driver.step([0], max_draft_tokens=limit)
-    written = driver.worker._backend.runner.kv.pool.flatten(2).any(-1).all(0).nonzero().flatten().tolist()
+    written = driver.worker.backend.runner.kv.pool.flatten(2).any(-1).all(0).nonzero().flatten().tolist()
     assert written == list(range(PAGE, PAGE + len(PROMPT) + 1 + limit))
 
 
@@ -254,7 +254,7 @@ def test_blocks_with_nan_can_be_used_by_the_next_request(toy: Path, greedy: list
     driver = Driver(toy)
     driver.enter(0)
     driver.step([0])
-    driver.worker._backend.runner.kv.pool[:, PAGE:] = torch.nan  # all but the null block
+    driver.worker.backend.runner.kv.pool[:, PAGE:] = torch.nan  # all but the null block
     assert driver.step([0])[0].error == NOT_A_NUMBER
     driver.free(0)
     driver.enter(0)

@@ -1,26 +1,23 @@
-"""Step backends: `TorchBackend` is the reference, on any device; `KernelBackend` calls the CPU kernels."""
+"""Steps by torch's operations and Triton's: the reference, on any device."""
 
 import time
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from specray.layers.parallel import RankGroup
-from specray.ops.cpu.steps import TableKernels
-from specray.ops.cpu.verification import Verification, VerifiedTrees
 from specray.ops.step_tensors import LargestLogits
 from specray.spec_decode.drafter import UnsizedTrees
 from specray.spec_decode.node_sampler import NodeSampler, coupled
 from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.shard_verifier import verify_shards
 from specray.spec_decode.step_ops import step_ops
-from specray.spec_decode.verifier import can_verify_padded, reads_largest_logit, verify
+from specray.spec_decode.verifier import verify
 from specray.spec_decode.verify_batch import VerifyInput, VerifyOutput
 from specray.step import BucketSeconds
 from specray.worker.broadcast import broadcast_output
 from specray.worker.input_batch import StepBatch, build_batch
-from specray.worker.model_runner import ForwardOutput, KernelRunner, ModelRunner
+from specray.worker.model_runner import ForwardOutput, ModelRunner
 from specray.worker.step_backend import Pass, StepOutcome, StepWants
 from specray.worker.step_output import StepOutput
 
@@ -44,7 +41,8 @@ class TorchBackend:
 
     def begin(self, batch: StepBatch, wants: StepWants) -> Pass:
         batch = batch.with_sizes()
-        layers, only_largest = wants.aux_hidden_state_layers, self._reads_largest(batch, wants)
+        layers, is_coupled = wants.aux_hidden_state_layers, self._sampler is coupled and not wants.has_grammar
+        only_largest = is_coupled and all(state.sampling.reads_largest_logit for state in batch.rows.states)
         if self.runner.states is not None:
             self.runner.states.start(batch)
         return Pass(batch, self.runner.run(build_batch(self._table, batch), layers, only_largest))
@@ -66,11 +64,6 @@ class TorchBackend:
         output = self._verify(started.batch, started.computed)
         self._commit(started.batch, output)
         return StepOutcome(started.batch, output, started.computed, end)
-
-    def _reads_largest(self, batch: StepBatch, wants: StepWants) -> bool:
-        """Whether only the largest logit of each node is read."""
-        is_coupled = not wants.has_grammar and self._sampler is coupled
-        return is_coupled and all(reads_largest_logit(state.sampling) for state in batch.rows.states)
 
     def _verify(self, batch: StepBatch, computed: ForwardOutput) -> StepOutput:
         """Verify the trees of the rows that sample. The outcome of all rows is copied to the host once."""
@@ -118,66 +111,3 @@ class TorchBackend:
             if self.runner.states is not None:
                 self.runner.states.commit([output.accepted_nodes(row) for row in range(len(rows.states))])
         self._table.ops.append(rows.slots, output.device)
-
-
-@dataclass(slots=True)
-class KernelPass(Pass):
-    number: int
-    verification: Verification | None = None  # verification inside the pass, complete once the pass has ended
-
-
-class KernelBackend(TorchBackend):
-    """The CPU kernels: a pass runs beside the host, and verifies its trees where it can."""
-
-    runner: KernelRunner
-
-    def __init__(self, runner: KernelRunner, table: RequestTable, group: RankGroup, sampler: NodeSampler) -> None:
-        super().__init__(runner, table, group, sampler)
-        assert isinstance(table.ops, TableKernels)
-        self._ops, self.starts_passes = table.ops, True
-
-    def begin(self, batch: StepBatch, wants: StepWants) -> KernelPass:
-        layers, only_largest = wants.aux_hidden_state_layers, self._reads_largest(batch, wants)
-        verification = self._verification(batch, wants)
-        number, computed = self.runner.start(build_batch(self._table, batch), layers, only_largest, verification)
-        return KernelPass(batch, computed, number, verification)
-
-    def can_begin_after(self, before: Pass) -> bool:
-        is_greedy = isinstance(before.computed.logits, LargestLogits)
-        return self._group.size == 1 and is_greedy and before.batch.tree.max_depth == 0
-
-    def begin_after(self, before: Pass, drafted: UnsizedTrees | None, num_drafts: int) -> KernelPass:  # noqa: ARG002
-        assert isinstance(before, KernelPass)
-        assert drafted is None
-        number, computed = self.runner.begin_after(before.number, self._ops.struct, before.batch.rows.slots)
-        return KernelPass(before.batch.decoding(), computed, number)
-
-    def wait(self, started: Pass) -> None:
-        assert isinstance(started, KernelPass)
-        self.runner.wait(started.number)
-
-    def finish(self, started: Pass) -> StepOutcome:
-        assert isinstance(started, KernelPass)
-        if started.verification is None:
-            return super().finish(started)
-        end = time.perf_counter()
-        output = StepOutput.of_sampled(VerifyOutput(started.verification.outcome))
-        return StepOutcome(started.batch, output, started.computed, end)
-
-    def _verification(self, batch: StepBatch, wants: StepWants) -> Verification | None:
-        """The verification of a step by its pass; None if that cannot verify, or not all rows."""
-        rows, tree = batch.rows, batch.tree
-        if self._group.size > 1 or not rows.are_all_sampling or wants.has_grammar or self._sampler is not coupled:
-            return None
-        if not can_verify_padded([state.sampling for state in rows.states], self._sampler):
-            return None
-        trees = VerifiedTrees(tree.tokens, tree.parents, tree.num_nodes, tree.max_depth)
-        sampling = self._table.sampling(rows.slots, rows.states)
-        return Verification.of(self._ops, self.runner.kv.pool, rows.slots, sampling, trees)
-
-
-def make_backend(runner: ModelRunner, table: RequestTable, group: RankGroup, sampler: NodeSampler) -> TorchBackend:
-    """The backend of a runner, without CUDA graphs."""
-    if isinstance(runner, KernelRunner):
-        return KernelBackend(runner, table, group, sampler)
-    return TorchBackend(runner, table, group, sampler)
