@@ -12,7 +12,7 @@ from specray.config import SpeculativeConfig
 from specray.errors import ConfigError
 from specray.spec_decode.custom import check_attributes, check_custom, load_custom
 from specray.spec_decode.ngram_rules import MERGED_OPTIONS, NGRAM_OPTIONS, check_merged, check_ngram, ngram_rules
-from specray.spec_decode.tree_shape import check_block, check_tree, check_tree_drafter
+from specray.spec_decode.tree_sizes import check_block, check_tree, check_tree_drafter
 
 if TYPE_CHECKING:
     from specray.spec_decode.drafter import Drafter, TargetFiles, TargetView

@@ -20,7 +20,8 @@ from specray.spec_decode.draft_vocabulary import DraftVocabulary
 from specray.spec_decode.drafter import TargetFiles, TargetView
 from specray.spec_decode.head_drafter import HeadDrafter
 from specray.spec_decode.tree_growth import LevelPrediction, grow_tree
-from specray.spec_decode.tree_shape import TreeShape, block_shape, check_width
+from specray.spec_decode.tree_shape import TreeShape
+from specray.spec_decode.tree_sizes import block_shape, check_width
 
 
 def make_block(config: SpeculativeConfig, target: TargetView) -> "BlockDrafter":

@@ -50,7 +50,8 @@ from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 from specray.spec_decode.scheduled_rows import Reads, ScheduledRows
 from specray.spec_decode.tree_edits import replace_trees
 from specray.spec_decode.tree_growth import TreeGrower
-from specray.spec_decode.tree_shape import TreeShape, configured_shape
+from specray.spec_decode.tree_shape import TreeShape
+from specray.spec_decode.tree_sizes import configured_shape
 
 logger = logging.getLogger(__name__)
 

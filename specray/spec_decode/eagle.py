@@ -19,7 +19,8 @@ from specray.spec_decode.fr_spec import configured_token_map
 from specray.spec_decode.head_drafter import HeadDrafter
 from specray.spec_decode.propose_context import ProposeContext
 from specray.spec_decode.tree_growth import TreeGrower
-from specray.spec_decode.tree_shape import TreeShape, configured_shape
+from specray.spec_decode.tree_shape import TreeShape
+from specray.spec_decode.tree_sizes import configured_shape
 
 
 def make_eagle3(config: SpeculativeConfig, target: TargetView) -> "EagleDrafter":

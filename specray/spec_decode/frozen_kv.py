@@ -25,7 +25,8 @@ from specray.spec_decode.drafter import TargetFiles, TargetView
 from specray.spec_decode.propose_context import ProposeContext
 from specray.spec_decode.scheduled_rows import Reads, ScheduledRows
 from specray.spec_decode.tree_growth import TreeGrower
-from specray.spec_decode.tree_shape import TreeShape, configured_shape
+from specray.spec_decode.tree_shape import TreeShape
+from specray.spec_decode.tree_sizes import configured_shape
 
 
 def make_frozen_kv(config: SpeculativeConfig, target: TargetView) -> "FrozenKVDrafter":

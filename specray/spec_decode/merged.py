@@ -10,29 +10,28 @@ The drafter sees every step, but proposes nothing where the other sources are so
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
 from specray.config import SpeculativeConfig
 from specray.spec_decode.corpus import open_corpora
-from specray.spec_decode.draft_tree import NONE, ROOT, DraftTree, TreeLists
+from specray.spec_decode.draft_tree import ROOT, DraftTree, TreeLists
 from specray.spec_decode.drafter import Drafter
-from specray.spec_decode.ngram import NgramDrafter, with_tokens
+from specray.spec_decode.ngram import NgramDrafter
 from specray.spec_decode.ngram_rules import merged_rules
-from specray.spec_decode.ngram_tree import grow_matches, ngram_prior
-from specray.spec_decode.prediction import Prediction
+from specray.spec_decode.ngram_tree import ngram_prior
+from specray.spec_decode.proposal_sources import PREDICTION, NgramSource, PredictionSource, Source
 from specray.spec_decode.propose_context import ProposeContext
 from specray.spec_decode.request_state import RequestState
 from specray.spec_decode.tree_edits import replace_trees
 from specray.spec_decode.tree_merge import Calibration, FollowedShare, Proposal, Rate, ScoredLists, merge
 from specray.step import WARM_UP_SALT
 
-DRAFTER, PREDICTION, TEXTS = "drafter", "prediction", ("own text", "finished texts", "corpora")
+DRAFTER = "drafter"
 GROWTH_COST = 0.15  # a step's additional time for the drafter's trees, by heads of the configurations in configs/
 _FIRST_GAIN = 2.0  # tokens that a tree of the drafter brings before any was seen
 _GAIN_FORGOTTEN = 1024  # steps without the drafter's trees, after which they are expected to bring as many again
@@ -42,64 +41,6 @@ EDGES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
 _MIDDLES = (0.01, 0.035, 0.075, 0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.935, 0.985)
 _WITHOUT_SCORE = len(EDGES)  # and one more for each level
 _DEEPEST = _WITHOUT_SCORE + 16
-
-
-class Source(Protocol):
-    """Proposes trees of host data."""
-
-    def covers(self, state: RequestState) -> bool:
-        """Whether it may have proposals for a request."""
-
-    def propose(self, state: RequestState, rate_of: Callable[[str], Rate], most: int) -> list[Proposal]:
-        """Trees of up to `most` nodes; `rate_of` has the rates of each source."""
-
-    def release(self, slots: Sequence[int]) -> None:
-        """Forget the requests of these slots."""
-
-
-class NgramSource:
-    """What followed the last tokens before, in the three kinds of text."""
-
-    def __init__(self, ngrams: NgramDrafter) -> None:
-        self._ngrams = ngrams
-        self.release = ngrams.release
-
-    def covers(self, state: RequestState) -> bool:  # noqa: ARG002
-        return True
-
-    def propose(self, state: RequestState, rate_of: Callable[[str], Rate], most: int) -> list[Proposal]:
-        proposals = []
-        for name, matches in zip(TEXTS, self._ngrams.matches(state), strict=True):
-            if matches:
-                tree, evidence = grow_matches(matches, rate_of(name), most)
-                proposals.append(Proposal(name, with_tokens(tree, state.token_ids[-1]), evidence))
-        return proposals
-
-
-class PredictionSource:
-    """The output that a client predicts (OpenAI's `prediction`), while the request's output follows it."""
-
-    def __init__(self) -> None:
-        self._predictions: dict[int, Prediction] = {}  # by slot
-
-    def covers(self, state: RequestState) -> bool:
-        return bool(state.predicted_token_ids)
-
-    def propose(self, state: RequestState, rate_of: Callable[[str], Rate], most: int) -> list[Proposal]:  # noqa: ARG002
-        if not state.predicted_token_ids:
-            return []
-        prediction = self._predictions.get(state.slot)
-        if prediction is None:
-            prediction = self._predictions[state.slot] = Prediction(state.predicted_token_ids)
-        prediction.advance(state.token_ids[state.num_prompt_tokens + prediction.num_followed :])
-        chain = prediction.next_tokens(most)
-        tree = TreeLists([state.token_ids[-1], *chain], [NONE, *range(len(chain))])
-        followed = prediction.num_in_row
-        return [Proposal(PREDICTION, tree, [(followed + depth).bit_length() for depth in range(len(tree.tokens))])]
-
-    def release(self, slots: Sequence[int]) -> None:
-        for slot in slots:
-            self._predictions.pop(slot, None)
 
 
 @dataclass(slots=True)
@@ -112,19 +53,21 @@ class _RunningRequest:
 
 
 class MergedDrafter:
-    """Drafter that merges the trees of `drafter` with those of `sources`, for requests that one of these covers."""
+    """Drafter that merges the trees of `drafter` with those of `source`."""
 
-    def __init__(self, drafter: Drafter, sources: Sequence[Source], max_draft_tokens: int) -> None:
+    def __init__(self, drafter: Drafter, source: Source, max_draft_tokens: int, only_predicted: bool) -> None:
+        """`only_predicted`: of requests with a predicted output; the others have trees of `drafter` alone."""
         self.max_draft_tokens = max_draft_tokens
         self.aux_hidden_state_layers = drafter.aux_hidden_state_layers
         self.reads_next_token = drafter.reads_next_token
         self.drafter = drafter
-        self._sources = sources
+        self._source = source
+        self._only_predicted = only_predicted
         self._calibrations: dict[tuple[str, bool], Calibration] = {}  # by source and whether requests are sampled
         self._requests: dict[int, _RunningRequest] = {}  # by slot
         self._usual_gain = _FIRST_GAIN  # tokens that a tree of the drafter is expected to bring
         # Without n-grams only requests with a prediction have merged trees: with scores if all others have them.
-        self._gives_scores = any(isinstance(source, NgramSource) for source in sources)
+        self._gives_scores = not only_predicted
 
     def propose(self, context: ProposeContext) -> DraftTree:
         states = [context.table.states[request.slot] for request in context.requests]
@@ -156,19 +99,17 @@ class MergedDrafter:
 
     def release(self, slots: Sequence[int]) -> None:
         self.drafter.release(slots)
-        for source in self._sources:
-            source.release(slots)
+        self._source.release(slots)
         for slot in slots:
             self._requests.pop(slot, None)
 
     def _covers(self, state: RequestState) -> bool:
-        return any(source.covers(state) for source in self._sources)
+        return bool(state.predicted_token_ids) or not self._only_predicted
 
     def _proposals(self, state: RequestState) -> list[Proposal]:
-        """Those of the other sources for a request."""
+        """Those of the source for a request."""
         self._requests.setdefault(state.slot, _RunningRequest())
-        rate_of = partial(self._rate_of, state)
-        return [each for source in self._sources for each in source.propose(state, rate_of, self.max_draft_tokens)]
+        return self._source.propose(state, partial(self._rate_of, state), self.max_draft_tokens)
 
     def _merged(self, context: ProposeContext, place: int, proposals: Sequence[Proposal]) -> ScoredLists:
         request = context.requests[place]
@@ -247,7 +188,7 @@ _PRIORS: dict[str, Rate] = {
 
 def with_predictions(drafter: Drafter) -> Drafter:
     """`drafter`, merged with the predicted output of requests that have one."""
-    return MergedDrafter(drafter, [PredictionSource()], drafter.max_draft_tokens)
+    return MergedDrafter(drafter, PredictionSource(), drafter.max_draft_tokens, only_predicted=True)
 
 
 def with_ngrams(drafter: Drafter, config: SpeculativeConfig, folder: Path) -> Drafter:
@@ -256,4 +197,4 @@ def with_ngrams(drafter: Drafter, config: SpeculativeConfig, folder: Path) -> Dr
         return drafter
     rules = merged_rules(config)
     ngrams = NgramDrafter(rules, open_corpora(config, folder))
-    return MergedDrafter(drafter, [NgramSource(ngrams)], rules.max_draft_tokens)
+    return MergedDrafter(drafter, NgramSource(ngrams), rules.max_draft_tokens, only_predicted=False)

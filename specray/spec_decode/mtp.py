@@ -31,7 +31,8 @@ from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.scheduled_rows import Reads, ScheduledRows
 from specray.spec_decode.tree_growth import TreeGrower
-from specray.spec_decode.tree_shape import TreeShape, configured_shape
+from specray.spec_decode.tree_shape import TreeShape
+from specray.spec_decode.tree_sizes import configured_shape
 from specray.spec_decode.written_slots import WrittenSlots
 
 

@@ -21,7 +21,8 @@ from specray.spec_decode.fused_growth import FusedDrafts
 from specray.spec_decode.head_drafter import HeadDrafter
 from specray.spec_decode.propose_context import ProposeContext
 from specray.spec_decode.tree_growth import LevelPrediction, grow_tree
-from specray.spec_decode.tree_shape import TreeShape, check_width, configured_shape
+from specray.spec_decode.tree_shape import TreeShape
+from specray.spec_decode.tree_sizes import check_width, configured_shape
 
 
 def make_parallel(config: SpeculativeConfig, target: TargetView) -> "ParallelDrafter":

@@ -19,12 +19,11 @@ import torch
 from torch import Tensor
 
 from specray.ops.host_copy import HostCopy
-from specray.spec_decode.draft_tree import DraftTree
+from specray.spec_decode.draft_tree import NONE, ROOT, DraftTree
 from specray.spec_decode.drafter import Drafter, DraftFaultError, SharesKVSlots
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 from specray.spec_decode.request_state import RequestState
 from specray.spec_decode.shadow_trees import ShadowTrees
-from specray.spec_decode.tree_edits import merge_trees
 from specray.step import DrafterUse
 
 # The device or the process is lost, whichever drafter found it out. torch 2.6 has no AcceleratorError.
@@ -206,3 +205,29 @@ def _sharing_kv(drafter: Drafter | None) -> SharesKVSlots | None:
     while drafter is not None and not isinstance(drafter, SharesKVSlots):
         drafter = getattr(drafter, "drafter", None)
     return drafter
+
+
+def merge_trees(roots: Tensor, parts: Sequence[tuple[Tensor, DraftTree]]) -> DraftTree:
+    """One batch from the trees of several drafters; requests without a tree get their root from int64 `roots` [B].
+
+    `parts` are places in the batch, int64 [n] and each at most once, and their trees.
+    """
+    width = max((tree.tokens.shape[1] for _, tree in parts), default=1)
+    tokens, parents = roots.new_full((2, len(roots), width), NONE)
+    tokens[:, ROOT] = roots
+    num_nodes = torch.ones_like(roots)
+    drawn = [tree.draft_probs.shape[2] for _, tree in parts if tree.draft_probs is not None]
+    probs = torch.zeros(len(roots), width, max(drawn), device=roots.device) if drawn else None
+    scores = torch.ones(len(roots), width, device=roots.device)
+    for places, tree in parts:
+        size = tree.tokens.shape[1]
+        tokens[:, :size].index_copy_(0, places, tree.tokens)
+        parents[:, :size].index_copy_(0, places, tree.parents)
+        num_nodes.index_copy_(0, places, tree.num_nodes)
+        if tree.scores is not None:
+            scores[:, :size].index_copy_(0, places, tree.scores)
+        if probs is not None and tree.draft_probs is not None:
+            _, size, vocab = tree.draft_probs.shape
+            probs[:, :size, :vocab].index_copy_(0, places, tree.draft_probs)
+    max_depth = max((tree.max_depth for _, tree in parts), default=0)
+    return DraftTree(tokens, parents, num_nodes, max_depth, probs, scores=scores)

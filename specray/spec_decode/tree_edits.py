@@ -1,4 +1,4 @@
-"""Draft trees made from others: those of several drafters in one batch, and trees without their deepest levels."""
+"""Draft trees made from others: a batch with some trees replaced, and trees without their deepest levels."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specray.spec_decode.draft_tree import NONE, ROOT, DraftTree
+from specray.spec_decode.draft_tree import NONE, DraftTree
 from specray.step import DraftLimit
 
 
@@ -65,29 +65,3 @@ def limited(tree: DraftTree, limits: Sequence[DraftLimit]) -> DraftTree:
     if not steps or min(steps) >= tree.max_depth:
         return tree
     return limit_depth(tree, torch.tensor(steps).to(tree.tokens.device))
-
-
-def merge_trees(roots: Tensor, parts: Sequence[tuple[Tensor, DraftTree]]) -> DraftTree:
-    """One batch from the trees of several drafters; requests without a tree get their root from int64 `roots` [B].
-
-    `parts` are places in the batch, int64 [n] and each at most once, and their trees.
-    """
-    width = max((tree.tokens.shape[1] for _, tree in parts), default=1)
-    tokens, parents = roots.new_full((2, len(roots), width), NONE)
-    tokens[:, ROOT] = roots
-    num_nodes = torch.ones_like(roots)
-    drawn = [tree.draft_probs.shape[2] for _, tree in parts if tree.draft_probs is not None]
-    probs = torch.zeros(len(roots), width, max(drawn), device=roots.device) if drawn else None
-    scores = torch.ones(len(roots), width, device=roots.device)
-    for places, tree in parts:
-        size = tree.tokens.shape[1]
-        tokens[:, :size].index_copy_(0, places, tree.tokens)
-        parents[:, :size].index_copy_(0, places, tree.parents)
-        num_nodes.index_copy_(0, places, tree.num_nodes)
-        if tree.scores is not None:
-            scores[:, :size].index_copy_(0, places, tree.scores)
-        if probs is not None and tree.draft_probs is not None:
-            _, size, vocab = tree.draft_probs.shape
-            probs[:, :size, :vocab].index_copy_(0, places, tree.draft_probs)
-    max_depth = max((tree.max_depth for _, tree in parts), default=0)
-    return DraftTree(tokens, parents, num_nodes, max_depth, probs, scores=scores)

@@ -22,7 +22,8 @@ from specray.spec_decode.draft_vocabulary import DraftVocabulary
 from specray.spec_decode.eagle_tree import CandidatePool
 from specray.spec_decode.fused_growth import FusedDrafts
 from specray.spec_decode.tree_noise import TreeNoise
-from specray.spec_decode.tree_shape import TreeShape, check_width
+from specray.spec_decode.tree_shape import TreeShape
+from specray.spec_decode.tree_sizes import check_width
 
 
 class TreeModel(Protocol):

@@ -19,7 +19,8 @@ from specray.models.heads.mtp import check_mtp_files
 from specray.models.llama_shape import LlamaShape
 from specray.models.registry import MODELS
 from specray.spec_decode.fr_spec import load_token_map
-from specray.spec_decode.tree_shape import TreeShape, block_shape, configured_shape
+from specray.spec_decode.tree_shape import TreeShape
+from specray.spec_decode.tree_sizes import block_shape, configured_shape
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))

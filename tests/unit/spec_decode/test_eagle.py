@@ -22,7 +22,8 @@ from specray.spec_decode.drafter import Drafter, TargetView
 from specray.spec_decode.eagle import EagleDrafter
 from specray.spec_decode.parallel import ParallelDrafter
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
-from specray.spec_decode.tree_shape import TreeShape, configured_shape
+from specray.spec_decode.tree_shape import TreeShape
+from specray.spec_decode.tree_sizes import configured_shape
 from specray.step import DraftLimit
 from tests.support.checked_runs import CLOSE, PREFIX, PROMPTS, RUNS, assert_checked, is_grown_to, run, total
 from tests.support.drafters import make_context

@@ -12,7 +12,8 @@ from specray.config import SpeculativeConfig
 from specray.errors import ConfigError
 from specray.spec_decode.draft_tree import NONE, DraftTree, TreeLists
 from specray.spec_decode.eagle_tree import CandidatePool
-from specray.spec_decode.tree_shape import TreeShape, configured_shape
+from specray.spec_decode.tree_shape import TreeShape
+from specray.spec_decode.tree_sizes import configured_shape
 from tests.support.naive_eagle import Distribution, naive_pool, naive_tree
 
 # Products of powers of two are exact, so equal scores are tied. With 1.0, a child is tied with its parent.

@@ -19,7 +19,8 @@ from specray.spec_decode.drafter import Drafter, TargetView
 from specray.spec_decode.eagle import EagleDrafter
 from specray.spec_decode.mtp import StackDrafter, stack_shape
 from specray.spec_decode.propose_context import ProposeContext
-from specray.spec_decode.tree_shape import TreeShape, configured_shape
+from specray.spec_decode.tree_shape import TreeShape
+from specray.spec_decode.tree_sizes import configured_shape
 from tests.support.checked_runs import CLOSE, RUNS, is_grown_to, run, total
 from tests.support.engine import generate, make_llm
 from tests.support.heads import write_random_head

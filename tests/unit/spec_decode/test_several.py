@@ -12,8 +12,7 @@ from specray.spec_decode.draft_tree import NONE, DraftTree, TreeLists
 from specray.spec_decode.drafter import DraftFaultError
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 from specray.spec_decode.request_table import RequestTable
-from specray.spec_decode.several import SeveralDrafters
-from specray.spec_decode.tree_edits import merge_trees
+from specray.spec_decode.several import SeveralDrafters, merge_trees
 from specray.step import DrafterUse, DraftFault
 from tests.support.drafters import Tokens, make_context
 
