@@ -39,6 +39,7 @@ from tests.unit.engine.fake_executor import (
 CONFIG = EngineConfig(page_size=4, max_running_requests=4)
 MAX_TOKENS = 12
 LONG = SamplingParams(seed=2, max_tokens=MAX_TOKENS, ignore_eos=True)
+MISMATCHES_FOUND = "audits found mismatches"  # read by `tests.mutants`: a bug that ends the test otherwise is not found
 
 
 class WrongExecutor(FakeExecutor):
@@ -265,9 +266,9 @@ def test_honest_models_have_no_mismatch(model: str, count: int, kind: str, tmp_p
         llm.engine.auditor = Auditor(1.0, stats, Random(0), lambda *_: None, idle_s=0.0)
         for start in range(0, count, 8):
             llm.generate(prompts[start : start + 8], params[start : start + 8])
+    assert stats.labelled["specray_audit_mismatches_total"] == {"none": 0}, MISMATCHES_FOUND
     assert stats.values["specray_audit_requests_total"] == count
     assert stats.values["specray_spec_decode_num_accepted_tokens_total"] > count
-    assert stats.labelled["specray_audit_mismatches_total"] == {"none": 0}
 
 
 @pytest.mark.parametrize("options", [{"verification": "rejection"}, {"accept_threshold_single": 0.5}])
