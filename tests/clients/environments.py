@@ -20,6 +20,8 @@ class Client(NamedTuple):
     script: str
     command: str | None = None  # where npm puts a program that the script and the page's examples run, as a pattern
     is_whole: bool = True  # False: only what the part of the package needs that is used, so pip's check would fail
+    # HF_HUB_OFFLINE: SGLang looks for a tokenizer's folder on the hub, with retries, if it is not set; AIPerf if it is.
+    is_offline: bool = False
 
     @property
     def is_node(self) -> bool:
@@ -50,7 +52,8 @@ CLIENTS = {
         Client("codex", "use_codex.py", "@openai/codex-*/vendor/*/bin/codex"),
         Client("opencode", "use_opencode.py", "opencode-*/bin/opencode"),
         Client("open-webui", "use_open_webui.py"),
-        Client("sglang", "use_sglang.py", is_whole=False),
+        Client("sglang", "use_sglang.py", is_whole=False, is_offline=True),
+        Client("aiperf", "use_aiperf.py"),
     )
 }
 

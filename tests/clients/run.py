@@ -55,7 +55,7 @@ def use(client: Client, environment: Environment, url: str, key: str, slowness: 
     variables = {"SPECRAY_URL": url, "SPECRAY_KEY": key, "OPENAI_API_KEY": key, "ANTHROPIC_API_KEY": key}
     variables["SPECRAY_TOKENIZER"] = str(resolve_model(EMBEDDED_MODEL, None, "auto", progress=False))
     variables["SPECRAY_TIMEOUT_S"] = f"{timeout_s:g}"
-    variables["HF_HUB_OFFLINE"] = "1"  # without it, benchmarks look for the folder's name on the hub, with retries
+    variables |= {"HF_HUB_OFFLINE": "1"} if client.is_offline else {}
     finished = _start(environment, client.path, variables, timeout_s)
     version, outcomes = parsed(finished.stdout)
     if finished.returncode:
