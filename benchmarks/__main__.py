@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks import budget, drafters, eagle, quantised, results, servers, structured
+from benchmarks import budget, drafters, eagle, production, quantised, results, servers, structured
 from benchmarks.figure import CONCURRENCY, FULL, QUICK, Effort, Figure, Section, mt_bench_prompts, prompts_of
 from specray.bench import machine
 from specray.bench.command import engine_config
@@ -141,6 +141,7 @@ SECTIONS = (
     *eagle.SECTIONS,
     *budget.SECTIONS,
     *drafters.SECTIONS,
+    *production.SECTIONS,
     Section(("int8",), int8),
     *quantised.SECTIONS,
     *servers.SECTIONS,

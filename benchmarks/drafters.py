@@ -20,6 +20,7 @@ from specray.bench.session import Session
 from specray.config import SpeculativeConfig
 
 MERGED, SOURCES = "eagle3-ngram", ("eagle3", "ngram")  # files in configs/
+MERGED_TABLE = "Merged trees, one request, `budget: auto`"
 BANDIT, ALONE, SOME_SHADOWED, ALL_SHADOWED = "bandit", "alone", "a quarter shadowed", "all shadowed"
 KINDS = {"copy": 6, "code": 6, "chat": 6}  # prompts of each
 SHARE, LARGER_SHARE = 0.05, 0.25  # the second is measured, because the cost of the first is less than the noise
@@ -29,7 +30,7 @@ LEARNING_ROUNDS = 4  # of all prompts, before the bandit is measured
 def measure(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
     del wanted
     session = _session()
-    prompts = _mixed(effort)
+    prompts = mixed(effort)
     settings = Settings(1, effort.max_tokens, repeats=effort.rounds)
     yield from _bandit(session, prompts, Settings(1, effort.max_tokens, repeats=2 * effort.rounds))
     yield from _shadow(session, prompts, settings)
@@ -38,7 +39,7 @@ def measure(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
 def merged(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
     """Merged trees and their sources alone, at T = 0 and 1, all with the server's budget."""
     del wanted
-    session, prompts = _session(), _mixed(effort)
+    session, prompts = _session(), mixed(effort)
     for name in (MERGED, *SOURCES):
         session.define(name, served(name).model_copy(update={"budget": "auto"}))
     parts = [prompt for _, prompt in prompts]
@@ -52,11 +53,21 @@ def merged(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
         for kind, numbers in {**kinds, "all kinds in turn": set(range(len(parts)))}.items():
             seconds = {name: _seconds(records, name, numbers) for name in names}
             better, goal = min(SOURCES, key=lambda name: seconds[name]), 1.0 if kind in kinds else 1.05
-            what = f"merged trees / {better}, the better source, {where}, {kind}"
-            yield Figure(what, seconds[better] / seconds[MERGED], goal)
+            what, row = f"merged trees / {better}, the better source, {where}, {kind}", f"{kind}, {where}"
+            cell = MERGED_TABLE, row, "speed / the better source's"
+            yield Figure(what, seconds[better] / seconds[MERGED], goal, cell=cell)
             for name in names:
                 length = _accept_length(records, name, numbers)
-                yield Figure(f"accept length, {name}, budget: auto, {where}, {kind}", length, None)
+                cell = MERGED_TABLE, row, f"accept length, {name}"
+                yield Figure(f"accept length, {name}, budget: auto, {where}, {kind}", length, None, cell=cell)
+
+
+def mixed(effort: Effort) -> list[tuple[str, Prompt]]:
+    """(kind, prompt) of all kinds in turn."""
+    most = {"copy": effort.num_copy, "code": effort.num_code, "chat": effort.num_chat}
+    groups = [[(kind, prompt) for prompt in prompts_of(kind, min(n, most[kind]))] for kind, n in KINDS.items()]
+    turns = [pair for turn in zip_longest(*groups) for pair in turn if pair is not None]
+    return [(kind, prompt.model_copy(update={"category": ALL})) for kind, prompt in turns]
 
 
 def _accept_length(records: Sequence[Record], variant: str, chunks: set[int]) -> float:
@@ -117,14 +128,6 @@ def _shadow(session: Session, prompts: Sequence[tuple[str, Prompt]], settings: S
 
 def _session() -> Session:
     return Session(engine_config(None, CONCURRENCY, dtype="bfloat16"), progress=sys.stderr.isatty())
-
-
-def _mixed(effort: Effort) -> list[tuple[str, Prompt]]:
-    """(kind, prompt) of all kinds in turn."""
-    most = {"copy": effort.num_copy, "code": effort.num_code, "chat": effort.num_chat}
-    groups = [[(kind, prompt) for prompt in prompts_of(kind, min(n, most[kind]))] for kind, n in KINDS.items()]
-    turns = [pair for turn in zip_longest(*groups) for pair in turn if pair is not None]
-    return [(kind, prompt.model_copy(update={"category": ALL})) for kind, prompt in turns]
 
 
 def _seconds(records: Sequence[Record], variant: str, chunks: set[int] | None = None) -> float:

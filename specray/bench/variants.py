@@ -68,6 +68,8 @@ class Run:
     host_shares: list[float]  # the host's share of each engine step
     full_tokens: int = 0  # tokens of the steps in which as many requests as allowed were running
     full_seconds: float = 0.0  # duration of these steps
+    decode_tokens: int = 0  # tokens of those of these steps that read no prompt
+    decode_seconds: float = 0.0
 
     @property
     def tokens_per_s(self) -> float:
@@ -215,7 +217,7 @@ class EngineVariant:
         replies: dict[str, TimedReply] = {}
         running: dict[str, float] = {}  # request id -> when it was submitted
         host_shares = []
-        full_tokens, full_seconds = 0, 0.0
+        full_tokens, full_seconds, decode_tokens, decode_seconds = 0, 0.0, 0, 0.0
         start = time.perf_counter()
         while waiting or running:
             while waiting and len(running) < concurrency:
@@ -223,14 +225,18 @@ class EngineVariant:
                 self._engine.add_request(request)
                 running[request.request_id], replies[request.request_id] = time.perf_counter(), TimedReply()
             is_full, began = len(running) == concurrency, time.perf_counter()
+            only_decodes = all(replies[request_id].token_ids for request_id in running)
             shares, num_tokens = self._step(running, replies)
             host_shares += shares
+            took = time.perf_counter() - began
             if is_full:
-                full_tokens, full_seconds = full_tokens + num_tokens, full_seconds + time.perf_counter() - began
+                full_tokens, full_seconds = full_tokens + num_tokens, full_seconds + took
+            if is_full and only_decodes:
+                decode_tokens, decode_seconds = decode_tokens + num_tokens, decode_seconds + took
         seconds = time.perf_counter() - start
         self._engine.step()  # frees the last slots
         answers = [replies[request_id] for request_id in order]
-        return Run(answers, seconds, host_shares, full_tokens, full_seconds)
+        return Run(answers, seconds, host_shares, full_tokens, full_seconds, decode_tokens, decode_seconds)
 
     def _step(self, running: dict[str, float], replies: dict[str, TimedReply]) -> tuple[list[float], int]:
         """One engine step: its host share, if it did anything, and its tokens."""

@@ -45,6 +45,8 @@ def test_the_full_speed_leaves_out_the_end_of_a_run(llm: LLM) -> None:
     assert run.full_tokens == 8
     assert 0 < run.full_seconds < run.seconds
     assert run.full_tokens_per_s == 8 / run.full_seconds
+    assert run.decode_tokens == 6, "without the step that reads the prompts"
+    assert 0 < run.decode_seconds < run.full_seconds
 
 
 def test_two_variants_share_the_weights(llm: LLM) -> None:
