@@ -8,7 +8,7 @@ from pydantic import Field, Tag
 
 from specray.server.chat.messages import CallId
 from specray.server.chat.tools import FunctionName
-from specray.server.schemas.parts import BY_SHAPE, MAX_PARTS, BodyPart, Text, by_type
+from specray.server.schemas.parts import BY_SHAPE, MAX_PARTS, BodyPart, ByType, Text
 
 Json = dict[str, Any]
 
@@ -71,8 +71,8 @@ class DocumentBlock(BodyPart):
 
     type: Literal["document"]
     source: Annotated[
-        Annotated[PlainTextSource, Tag("[text]")] | Annotated[BlocksSource, Tag("[content]")],
-        by_type("only documents whose source is of type 'text' or 'content' are supported; send the text itself"),
+        PlainTextSource | BlocksSource,
+        ByType("only documents whose source is of type 'text' or 'content' are supported; send the text itself"),
     ]
     title: str | None = None
     context: str | None = None
@@ -105,11 +105,8 @@ class ToolUseBlock(BodyPart):
 
 
 ResultBlock = Annotated[
-    Annotated[TextBlock, Tag("[text]")]
-    | Annotated[SearchResultBlock, Tag("[search_result]")]
-    | Annotated[DocumentBlock, Tag("[document]")]
-    | Annotated[ToolReferenceBlock, Tag("[tool_reference]")],
-    by_type(f"a tool's result may have blocks of type text, search_result, document and tool_reference; {_ONLY_TEXT}"),
+    TextBlock | SearchResultBlock | DocumentBlock | ToolReferenceBlock,
+    ByType(f"a tool's result may have blocks of type text, search_result, document and tool_reference; {_ONLY_TEXT}"),
 ]
 ResultBlocks = Annotated[list[ResultBlock], Field(max_length=MAX_PARTS, fail_fast=True), Tag("[list]")]
 
@@ -154,22 +151,21 @@ class ToolChangeBlock(BodyPart):
 
     type: Literal["tool_addition", "tool_removal"]
     tool: Annotated[
-        Annotated[NamedTool, Tag("[tool_reference]")] | Annotated[DefinedTool, Tag("[tool_definition]")],
-        by_type("expected a tool of type tool_reference or tool_definition; MCP servers are not supported"),
+        NamedTool | DefinedTool,
+        ByType("expected a tool of type tool_reference or tool_definition; MCP servers are not supported"),
     ]
 
 
 Block = Annotated[
-    Annotated[TextBlock, Tag("[text]")]
-    | Annotated[ThinkingBlock, Tag("[thinking]")]
-    | Annotated[RedactedThinkingBlock, Tag("[redacted_thinking]")]
-    | Annotated[SearchResultBlock, Tag("[search_result]")]
-    | Annotated[DocumentBlock, Tag("[document]")]
-    | Annotated[ToolUseBlock, Tag("[tool_use]")]
-    | Annotated[ToolResultBlock, Tag("[tool_result]")]
-    | Annotated[ToolChangeBlock, Tag("[tool_addition]")]
-    | Annotated[ToolChangeBlock, Tag("[tool_removal]")],
-    by_type(
+    TextBlock
+    | ThinkingBlock
+    | RedactedThinkingBlock
+    | SearchResultBlock
+    | DocumentBlock
+    | ToolUseBlock
+    | ToolResultBlock
+    | ToolChangeBlock,
+    ByType(
         "expected a block of type text, thinking, redacted_thinking, search_result, document, tool_use, tool_result, "
         f"tool_addition or tool_removal; {_ONLY_TEXT}"
     ),

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from pydantic import Field, Tag
+from pydantic import Field
 
 from specray.errors import InvalidRequestError
 from specray.server.anthropic.blocks import AnthropicMessage, ToolUseBlock
-from specray.server.schemas.parts import BodyPart, by_type
+from specray.server.schemas.parts import BodyPart, ByType
 
 _FIELD = "context_management"
 
@@ -60,10 +60,8 @@ class Compact(BodyPart):
 
 
 Edit = Annotated[
-    Annotated[ClearThinking, Tag("[clear_thinking_20251015]")]
-    | Annotated[ClearToolUses, Tag("[clear_tool_uses_20250919]")]
-    | Annotated[Compact, Tag("[compact_20260112]")],
-    by_type("expected an edit of type clear_thinking_20251015, clear_tool_uses_20250919 or compact_20260112"),
+    ClearThinking | ClearToolUses | Compact,
+    ByType("expected an edit of type clear_thinking_20251015, clear_tool_uses_20250919 or compact_20260112"),
 ]
 
 

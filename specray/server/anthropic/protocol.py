@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Field, model_validator
 
 from specray.errors import InvalidRequestError
 from specray.sampling_params import MaxTokens, TopK, TopP
@@ -11,9 +11,8 @@ from specray.server.anthropic.blocks import AnthropicMessage, AnthropicTool, Tex
 from specray.server.anthropic.context_management import ContextManagement
 from specray.server.chat.protocol import MAX_MESSAGES, ChatRequest, ReasoningEffort
 from specray.server.chat.tools import MAX_TOOLS, FunctionName
-from specray.server.errors import UNSUPPORTED_TYPE
 from specray.server.schemas.body import Body, ModelName, Stop
-from specray.server.schemas.parts import BodyPart, check_number_of_parts
+from specray.server.schemas.parts import BodyPart, ByType, HostedTool, check_number_of_parts
 from specray.server.schemas.request_fields import GENERATION, REFUSED, FieldRefusal
 
 Json = dict[str, Any]
@@ -25,24 +24,12 @@ _HOSTED_TOOLS = ("web_search", "web_fetch", "code_execution", "tool_search_tool"
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}  # Anthropic's -> OpenAI's
 
 
-def _tag_of_tool(value: object) -> str:
-    kind = (value.get("type") if isinstance(value, dict) else getattr(value, "type", None)) or "custom"
-    return "[hosted]" if isinstance(kind, str) and kind.startswith(_HOSTED_TOOLS) else f"[{kind}]"
-
-
-class AnthropicHostedTool(BodyPart):
-    """A tool that Anthropic would run. The model does not see it."""
-
-    type: Annotated[str, Field(max_length=64)]
-
-
 Tool = Annotated[
-    Annotated[AnthropicTool, Tag("[custom]")] | Annotated[AnthropicHostedTool, Tag("[hosted]")],
-    Discriminator(
-        _tag_of_tool,
-        custom_error_type=UNSUPPORTED_TYPE,
-        custom_error_message="the model does not know Anthropic's own tools; send a tool with name, description and "
-        "input_schema",
+    AnthropicTool | HostedTool,
+    ByType(
+        "the model does not know Anthropic's own tools; send a tool with name, description and input_schema",
+        default="custom",
+        hosted=_HOSTED_TOOLS,
     ),
 ]
 
@@ -110,7 +97,7 @@ class CountTokensRequest(Body):
     def _ignored_parts(self) -> list[str]:
         options = {"thinking": self.thinking, "output_config": self.output_config}
         inner = [f"{name}.{key}" for name, part in options.items() if part for key in part.model_extra or {}]
-        hosted = [f"tools.{tool.type}" for tool in self.tools or [] if isinstance(tool, AnthropicHostedTool)]
+        hosted = [f"tools.{tool.type}" for tool in self.tools or [] if isinstance(tool, HostedTool)]
         edits = ["context_management"] if self.context_management else []
         return inner + hosted + edits
 
@@ -160,7 +147,7 @@ class CountTokensRequest(Body):
 
     def _offered_tools(self) -> list[AnthropicTool]:
         own = [tool for tool in self.tools or [] if isinstance(tool, AnthropicTool)]
-        hosted = [tool for tool in self.tools or [] if isinstance(tool, AnthropicHostedTool)]
+        hosted = [tool for tool in self.tools or [] if isinstance(tool, HostedTool)]
         if hosted and not own:
             raise InvalidRequestError(
                 f"tools has only tools that Anthropic runs ({hosted[0].type}), which this server cannot; send tools "

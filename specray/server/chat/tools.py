@@ -4,10 +4,10 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field
 
 from specray.errors import InvalidRequestError
-from specray.server.schemas.parts import MAX_DEPTH, BodyPart, depth, is_larger
+from specray.server.schemas.parts import MAX_DEPTH, BodyPart, ByType, depth, is_larger
 
 MAX_TOOLS = 128
 MAX_TOOLS_LENGTH = 256 * 1024  # characters of all tools of a request, as JSON
@@ -64,21 +64,10 @@ class AllowedToolChoice(BodyPart):
     allowed_tools: AllowedTools
 
 
-def tag_of_choice(choice: object) -> str:
-    """The tag of a `tool_choice`. Brackets keep it out of the locations of errors."""
-    if isinstance(choice, str):
-        return "[text]"
-    return f"[{choice.get('type') if isinstance(choice, dict) else getattr(choice, 'type', None)}]"
-
-
-ChoiceName = Annotated[Literal["none", "auto", "required"], Tag("[text]")]
+ChoiceName = Literal["none", "auto", "required"]
 ToolChoice = Annotated[
-    ChoiceName | Annotated[ChosenTool, Tag("[function]")] | Annotated[AllowedToolChoice, Tag("[allowed_tools]")],
-    Discriminator(
-        tag_of_choice,
-        custom_error_type="unsupported_tool_choice",
-        custom_error_message="expected 'none', 'auto', 'required' or an object of type function or allowed_tools",
-    ),
+    ChoiceName | ChosenTool | AllowedToolChoice,
+    ByType("expected 'none', 'auto', 'required' or an object of type function or allowed_tools"),
 ]
 
 

@@ -9,13 +9,12 @@ from pydantic import Field, Tag, TypeAdapter
 from specray.server.chat.messages import CallId
 from specray.server.chat.tools import FunctionName
 from specray.server.responses.tools import INPUT, chat_name
-from specray.server.schemas.parts import BY_SHAPE, MAX_PARTS, BodyPart, Text, by_type
+from specray.server.schemas.parts import BY_SHAPE, MAX_PARTS, BodyPart, ByType, Text
 
 Json = dict[str, Any]
 
 MAX_ITEMS = 4096
 LongText = Annotated[str, Field(max_length=1_000_000)]
-_DEFAULT_TYPE = "message"  # of an item that has only role and content
 
 
 class TextContent(BodyPart):
@@ -33,11 +32,8 @@ class RefusalContent(BodyPart):
 
 
 Content = Annotated[
-    Annotated[TextContent, Tag("[input_text]")]
-    | Annotated[TextContent, Tag("[output_text]")]
-    | Annotated[TextContent, Tag("[text]")]
-    | Annotated[RefusalContent, Tag("[refusal]")],
-    by_type("expected a part of type input_text, output_text, text or refusal; images, files and audio are not read"),
+    TextContent | RefusalContent,
+    ByType("expected a part of type input_text, output_text, text or refusal; images, files and audio are not read"),
 ]
 Parts = Annotated[list[Content], Field(max_length=MAX_PARTS, fail_fast=True), Tag("[list]")]
 TextOrParts = Annotated[Text | Parts, BY_SHAPE]
@@ -122,22 +118,11 @@ CallItem = FunctionCallItem | CustomCallItem | ShellCallItem
 ResultItem = OutputItem | LocalShellOutputItem
 AnyItem = MessageItem | ReasoningItem | CallItem | ResultItem | HostedItem
 Item = Annotated[
-    Annotated[MessageItem, Tag("[message]")]
-    | Annotated[ReasoningItem, Tag("[reasoning]")]
-    | Annotated[FunctionCallItem, Tag("[function_call]")]
-    | Annotated[CustomCallItem, Tag("[custom_tool_call]")]
-    | Annotated[ShellCallItem, Tag("[local_shell_call]")]
-    | Annotated[OutputItem, Tag("[function_call_output]")]
-    | Annotated[OutputItem, Tag("[custom_tool_call_output]")]
-    | Annotated[LocalShellOutputItem, Tag("[local_shell_call_output]")]
-    | Annotated[HostedItem, Tag("[web_search_call]")]
-    | Annotated[HostedItem, Tag("[file_search_call]")]
-    | Annotated[HostedItem, Tag("[image_generation_call]")]
-    | Annotated[HostedItem, Tag("[code_interpreter_call]")],
-    by_type(
+    AnyItem,
+    ByType(
         "expected an item of type message, reasoning, function_call, custom_tool_call or local_shell_call, or the "
         "output of one of these calls",
-        _DEFAULT_TYPE,
+        default="message",  # of an item that has only role and content
     ),
 ]
 Items = Annotated[list[Item], Field(max_length=MAX_ITEMS, fail_fast=True), Tag("[list]")]

@@ -7,12 +7,11 @@ namespace become functions with its name in front of theirs. Tools that OpenAI r
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field
 
 from specray.errors import InvalidRequestError
-from specray.server.chat.tools import MAX_TOOLS, ChoiceName, FunctionName, tag_of_choice
-from specray.server.errors import UNSUPPORTED_TYPE
-from specray.server.schemas.parts import BodyPart, by_type
+from specray.server.chat.tools import MAX_TOOLS, ChoiceName, FunctionName
+from specray.server.schemas.parts import BodyPart, ByType, HostedTool
 
 Json = dict[str, Any]
 
@@ -76,37 +75,14 @@ class Namespace(BodyPart):
     type: Literal["namespace"]
     name: FunctionName
     tools: Annotated[
-        list[
-            Annotated[
-                Annotated[FunctionTool, Tag("[function]")] | Annotated[CustomTool, Tag("[custom]")],
-                by_type("expected a tool of type function or custom in a namespace"),
-            ]
-        ],
+        list[Annotated[ClientTool, ByType("expected a tool of type function or custom in a namespace")]],
         Field(max_length=MAX_TOOLS, fail_fast=True),
     ]
 
 
-class HostedTool(BodyPart):
-    """A tool that OpenAI would run, or that only OpenAI's models know. The model does not see it."""
-
-    type: Annotated[str, Field(max_length=64)]
-
-
-def _tag_of_tool(value: object) -> str:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return "[hosted]" if isinstance(kind, str) and kind.startswith(_HOSTED) else f"[{kind}]"
-
-
 ResponseTool = Annotated[
-    Annotated[FunctionTool, Tag("[function]")]
-    | Annotated[CustomTool, Tag("[custom]")]
-    | Annotated[Namespace, Tag("[namespace]")]
-    | Annotated[HostedTool, Tag("[hosted]")],
-    Discriminator(
-        _tag_of_tool,
-        custom_error_type=UNSUPPORTED_TYPE,
-        custom_error_message="expected a tool of type function, custom or namespace, or one that OpenAI runs",
-    ),
+    ClientTool | Namespace | HostedTool,
+    ByType("expected a tool of type function, custom or namespace, or one that OpenAI runs", hosted=_HOSTED),
 ]
 ResponseTools = Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
@@ -116,30 +92,19 @@ class NamedToolChoice(BodyPart):
     name: FunctionName
 
 
-class ChosenHosted(BodyPart):
-    """A tool that is not shown to the model. It may be allowed and is never called."""
-
-    type: Annotated[str, Field(max_length=64)]
-
-
 class AllowedFunctions(BodyPart):
-    """A `tool_choice` that lets the model see all functions and call some of them."""
+    """A `tool_choice` that lets the model see all functions and call some. Hosted tools may be among these."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedToolChoice | ChosenHosted], Field(min_length=1, max_length=MAX_TOOLS)]
+    tools: Annotated[list[NamedToolChoice | HostedTool], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
 FunctionChoice = Annotated[
-    ChoiceName
-    | Annotated[NamedToolChoice, Tag("[function]")]
-    | Annotated[NamedToolChoice, Tag("[custom]")]
-    | Annotated[AllowedFunctions, Tag("[allowed_tools]")],
-    Discriminator(
-        tag_of_choice,
-        custom_error_type="unsupported_tool_choice",
-        custom_error_message="expected 'none', 'auto', 'required' or an object of type function, custom or "
-        "allowed_tools; tools that OpenAI runs cannot be chosen",
+    ChoiceName | NamedToolChoice | AllowedFunctions,
+    ByType(
+        "expected 'none', 'auto', 'required' or an object of type function, custom or allowed_tools; tools that OpenAI "
+        "runs cannot be chosen"
     ),
 ]
 

@@ -1,8 +1,10 @@
 """Objects inside request bodies: their base, texts, unions by `type`, and bounds of nested JSON."""
 
-from typing import Annotated, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Tag
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, GetCoreSchemaHandler, Tag
+from pydantic_core import CoreSchema, core_schema
 
 from specray.errors import InvalidRequestError
 from specray.server.errors import UNSUPPORTED_TYPE, short_repr
@@ -17,17 +19,57 @@ class BodyPart(BaseModel):
     model_config = ConfigDict(frozen=True, extra="allow", strict=True, protected_namespaces=())
 
 
-def by_type(expected: str, default: str | None = None) -> Discriminator:
-    """Chooses a member of a union by the field `type`, whose tag is that type in brackets; see `Tag`.
+class HostedTool(BodyPart):
+    """A tool that the API's own company would run, or that only its models know. The model does not see it."""
 
-    Brackets keep tags out of the locations of errors. `expected` says which types there are.
+    type: Annotated[str, Field(max_length=64)]
+
+
+@dataclass(frozen=True)
+class ByType:
+    """Chooses a member of the union that it annotates by the field `type`: the one whose Literal has it.
+
+    The member without that field is for objects of type `default`, the member that is no object for text. HostedTool is
+    for types that begin with one of `hosted`.
     """
 
-    def tag(value: object) -> str:
-        kind = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", default)
-        return f"[{kind}]"
+    expected: str  # which types there are, for errors
+    default: str | None = None
+    hosted: tuple[str, ...] = ()
 
-    return Discriminator(tag, custom_error_type=UNSUPPORTED_TYPE, custom_error_message=expected)
+    def __get_pydantic_core_schema__(self, union: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schemas = {member: handler.generate_schema(member) for member in get_args(union)}
+        # Brackets keep the tags out of the locations of errors.
+        choices = {f"[{kind}]": schema for member, schema in schemas.items() for kind in self._kinds(member)}
+        return core_schema.tagged_union_schema(
+            choices,
+            lambda value: f"[{self._kind(value)}]",
+            custom_error_type=UNSUPPORTED_TYPE,
+            custom_error_message=self.expected,
+        )
+
+    def _kinds(self, member: Any) -> list[object]:
+        if not hasattr(member, "model_fields"):
+            return [_TEXT]
+        if member is HostedTool:
+            return [_HOSTED]
+        if "type" not in member.model_fields:
+            return [self.default]
+        annotation = member.model_fields["type"].annotation  # a Literal, or one that may be null
+        return [
+            kind for part in (annotation, *get_args(annotation)) for kind in get_args(part) if isinstance(kind, str)
+        ]
+
+    def _kind(self, value: object) -> object:
+        if isinstance(value, str):
+            return _TEXT
+        kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+        if self.hosted and isinstance(kind, str) and kind.startswith(self.hosted):
+            return _HOSTED
+        return self.default if kind is None else kind
+
+
+_TEXT, _HOSTED = "a text", "a hosted tool"  # in place of types
 
 
 # Chooses between text and a list.
