@@ -1,29 +1,15 @@
 """Engine metrics under the names of vLLM and SGLang, for dashboards, alerts and autoscalers made for them.
 
-An alias has the value and the buckets of our metric. A mean or a share is computed from our counters since the engine
-started. Their metrics without a counterpart here are not exported.
+An alias has the kind, the label, the value and the buckets of our metric. A mean or a share is computed from our
+counters since the engine started. Their metrics without a counterpart here are not exported.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
-
-from specray.metrics import METRICS, HistogramSnapshot, Snapshot, labelled, number
+from specray.metrics import Snapshot, number
 from specray.outputs import FinishReason
 
-_HELP = {metric.name: metric.help for metric in METRICS}
-_FAMILIES = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
-
-
-class Alias(NamedTuple):
-    """One of their metrics. `source` is our metric of the same meaning, or computes the value from a snapshot."""
-
-    name: str
-    kind: Literal["counter", "gauge", "histogram"]
-    source: str | Callable[[Snapshot], float]
-    label: str | None = None  # besides those of every series
+Source = str | Callable[[Snapshot], float]  # our metric of the same meaning, or what computes the value
 
 
 def _cache_hit_rate(snapshot: Snapshot) -> float:
@@ -49,81 +35,49 @@ def _finished(snapshot: Snapshot) -> dict[str, float]:
     return counts
 
 
-VLLM = (
-    Alias("vllm:num_requests_running", "gauge", "specray_num_requests_running"),
-    Alias("vllm:num_requests_waiting", "gauge", "specray_num_requests_waiting"),
-    Alias("vllm:kv_cache_usage_perc", "gauge", "specray_kv_cache_usage_perc"),
-    Alias("vllm:gpu_cache_usage_perc", "gauge", "specray_kv_cache_usage_perc"),  # its name until vLLM 0.9
-    Alias("vllm:prefix_cache_queries_total", "counter", "specray_prefix_cache_queries_total"),
-    Alias("vllm:prefix_cache_hits_total", "counter", "specray_prefix_cache_hits_total"),
-    Alias("vllm:num_preemptions_total", "counter", "specray_num_preemptions_total"),
-    Alias("vllm:prompt_tokens_total", "counter", "specray_prompt_tokens_total"),
-    Alias("vllm:generation_tokens_total", "counter", "specray_generation_tokens_total"),
-    Alias("vllm:request_success_total", "counter", "specray_request_finished_total", "finished_reason"),
-    Alias("vllm:spec_decode_num_drafts_total", "counter", "specray_spec_decode_num_drafts_total"),
-    Alias("vllm:spec_decode_num_draft_tokens_total", "counter", "specray_spec_decode_num_draft_tokens_total"),
-    Alias("vllm:spec_decode_num_accepted_tokens_total", "counter", "specray_spec_decode_num_accepted_tokens_total"),
-    Alias(
-        "vllm:spec_decode_num_accepted_tokens_per_pos_total",
-        "counter",
-        "specray_spec_decode_num_accepted_tokens_per_pos_total",
-        "position",
-    ),
-    Alias("vllm:time_to_first_token_seconds", "histogram", "specray_time_to_first_token_seconds"),
-    Alias("vllm:request_time_per_output_token_seconds", "histogram", "specray_time_per_output_token_seconds"),
-    Alias("vllm:inter_token_latency_seconds", "histogram", "specray_inter_token_latency_seconds"),
-    Alias("vllm:request_prompt_tokens", "histogram", "specray_request_prompt_tokens"),
-    Alias("vllm:request_generation_tokens", "histogram", "specray_request_generation_tokens"),
-    Alias("vllm:prompt_tokens_cached_total", "counter", "specray_prefix_cache_hits_total"),
-    Alias("vllm:request_queue_time_seconds", "histogram", "specray_request_queue_time_seconds"),
-    Alias("vllm:e2e_request_latency_seconds", "histogram", "specray_e2e_request_latency_seconds"),
-)
-SGLANG = (
-    Alias("sglang:num_running_reqs", "gauge", "specray_num_requests_running"),
-    Alias("sglang:num_queue_reqs", "gauge", "specray_num_requests_waiting"),
-    Alias("sglang:token_usage", "gauge", "specray_kv_cache_usage_perc"),
-    Alias("sglang:cache_hit_rate", "gauge", _cache_hit_rate),
-    Alias("sglang:spec_accept_length", "gauge", accept_length),
-    Alias("sglang:prompt_tokens_total", "counter", "specray_prompt_tokens_total"),
-    Alias("sglang:generation_tokens_total", "counter", "specray_generation_tokens_total"),
-    Alias("sglang:cached_tokens_total", "counter", "specray_prefix_cache_hits_total"),
-    Alias("sglang:num_requests_total", "counter", lambda snapshot: sum(_finished(snapshot).values())),
-    Alias("sglang:num_aborted_requests_total", "counter", lambda snapshot: _finished(snapshot)[FinishReason.ABORT]),
-    Alias("sglang:time_to_first_token_seconds", "histogram", "specray_time_to_first_token_seconds"),
-    Alias("sglang:inter_token_latency_seconds", "histogram", "specray_inter_token_latency_seconds"),
-    Alias("sglang:request_time_per_output_token_seconds", "histogram", "specray_time_per_output_token_seconds"),
-    Alias("sglang:prompt_tokens_histogram", "histogram", "specray_request_prompt_tokens"),
-    Alias("sglang:generation_tokens_histogram", "histogram", "specray_request_generation_tokens"),
-    Alias("sglang:spec_accept_rate", "gauge", _accept_rate),
-    Alias("sglang:spec_verify_calls_total", "counter", "specray_verify_steps_total"),
-    Alias("sglang:num_retracted_requests_total", "counter", "specray_num_preemptions_total"),
-    Alias("sglang:queue_time_seconds", "histogram", "specray_request_queue_time_seconds"),
-    Alias("sglang:e2e_request_latency_seconds", "histogram", "specray_e2e_request_latency_seconds"),
-)
-
-
-class AliasCollector(Collector):
-    """Exposes snapshots, by replica, under their names. `engine` is the replica, `model_name` the served model."""
-
-    def __init__(self, snapshots: Mapping[str, Snapshot], model_name: str) -> None:
-        self._snapshots = snapshots
-        self._model_name = model_name
-
-    def collect(self) -> Iterator[Metric]:
-        for alias in (*VLLM, *SGLANG):
-            yield self._family(alias)
-
-    def _family(self, alias: Alias) -> Metric:
-        text = _HELP[alias.source] if isinstance(alias.source, str) else "Computed since the engine started."
-        labels = ["model_name", "engine", *([alias.label] if alias.label else [])]
-        family: Any = _FAMILIES[alias.kind](alias.name, text, labels=labels)
-        for replica, snapshot in self._snapshots.items():
-            value = snapshot[alias.source] if isinstance(alias.source, str) else alias.source(snapshot)
-            series = [self._model_name, replica]
-            if isinstance(value, HistogramSnapshot):
-                family.add_metric(series, buckets=value.cumulative(), sum_value=value.total)
-                continue
-            for label_value, count in labelled(value):
-                family.add_metric([*series, label_value] if alias.label else series, count)
-        metric: Metric = family
-        return metric
+VLLM: dict[str, Source] = {
+    "vllm:num_requests_running": "specray_num_requests_running",
+    "vllm:num_requests_waiting": "specray_num_requests_waiting",
+    "vllm:kv_cache_usage_perc": "specray_kv_cache_usage_perc",
+    "vllm:gpu_cache_usage_perc": "specray_kv_cache_usage_perc",  # its name until vLLM 0.9
+    "vllm:prefix_cache_queries_total": "specray_prefix_cache_queries_total",
+    "vllm:prefix_cache_hits_total": "specray_prefix_cache_hits_total",
+    "vllm:num_preemptions_total": "specray_num_preemptions_total",
+    "vllm:prompt_tokens_total": "specray_prompt_tokens_total",
+    "vllm:generation_tokens_total": "specray_generation_tokens_total",
+    "vllm:request_success_total": "specray_request_finished_total",
+    "vllm:spec_decode_num_drafts_total": "specray_spec_decode_num_drafts_total",
+    "vllm:spec_decode_num_draft_tokens_total": "specray_spec_decode_num_draft_tokens_total",
+    "vllm:spec_decode_num_accepted_tokens_total": "specray_spec_decode_num_accepted_tokens_total",
+    "vllm:spec_decode_num_accepted_tokens_per_pos_total": "specray_spec_decode_num_accepted_tokens_per_pos_total",
+    "vllm:time_to_first_token_seconds": "specray_time_to_first_token_seconds",
+    "vllm:request_time_per_output_token_seconds": "specray_time_per_output_token_seconds",
+    "vllm:inter_token_latency_seconds": "specray_inter_token_latency_seconds",
+    "vllm:request_prompt_tokens": "specray_request_prompt_tokens",
+    "vllm:request_generation_tokens": "specray_request_generation_tokens",
+    "vllm:prompt_tokens_cached_total": "specray_prefix_cache_hits_total",
+    "vllm:request_queue_time_seconds": "specray_request_queue_time_seconds",
+    "vllm:e2e_request_latency_seconds": "specray_e2e_request_latency_seconds",
+}
+SGLANG: dict[str, Source] = {
+    "sglang:num_running_reqs": "specray_num_requests_running",
+    "sglang:num_queue_reqs": "specray_num_requests_waiting",
+    "sglang:token_usage": "specray_kv_cache_usage_perc",
+    "sglang:cache_hit_rate": _cache_hit_rate,
+    "sglang:spec_accept_length": accept_length,
+    "sglang:prompt_tokens_total": "specray_prompt_tokens_total",
+    "sglang:generation_tokens_total": "specray_generation_tokens_total",
+    "sglang:cached_tokens_total": "specray_prefix_cache_hits_total",
+    "sglang:num_requests_total": lambda snapshot: sum(_finished(snapshot).values()),
+    "sglang:num_aborted_requests_total": lambda snapshot: _finished(snapshot)[FinishReason.ABORT],
+    "sglang:time_to_first_token_seconds": "specray_time_to_first_token_seconds",
+    "sglang:inter_token_latency_seconds": "specray_inter_token_latency_seconds",
+    "sglang:request_time_per_output_token_seconds": "specray_time_per_output_token_seconds",
+    "sglang:prompt_tokens_histogram": "specray_request_prompt_tokens",
+    "sglang:generation_tokens_histogram": "specray_request_generation_tokens",
+    "sglang:spec_accept_rate": _accept_rate,
+    "sglang:spec_verify_calls_total": "specray_verify_steps_total",
+    "sglang:num_retracted_requests_total": "specray_num_preemptions_total",
+    "sglang:queue_time_seconds": "specray_request_queue_time_seconds",
+    "sglang:e2e_request_latency_seconds": "specray_e2e_request_latency_seconds",
+}

@@ -3,7 +3,8 @@
 Names, types and help texts come from `specray.metrics.METRICS`. Export through Ray lives in `cluster.engine.metrics`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from operator import itemgetter
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -12,20 +13,20 @@ from prometheus_client.registry import Collector
 
 from specray.metrics import METRICS, HistogramSnapshot, Snapshot, labelled
 from specray.metrics import Metric as Definition
-from specray.server.monitoring.metric_aliases import AliasCollector
+from specray.server.monitoring.metric_aliases import SGLANG, VLLM
 
-REPLICA = "replica"  # label of every series: the Router replica, as in Ray's metrics
+REPLICA = "replica"  # label of every series: the Router replica, as in Ray's metrics; "engine" under other names
 Value = float | dict[str, float] | HistogramSnapshot
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_FAMILIES = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
+_OURS = {definition.name: definition for definition in METRICS}
 
 
 def prometheus_text(snapshots: Mapping[str, Snapshot], alias_model: str | None = None) -> bytes:
     """Snapshots by replica in Prometheus text format; for `alias_model` also under vLLM's and SGLang's names."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(SnapshotCollector(snapshots))
-    if alias_model is not None:
-        registry.register(AliasCollector(snapshots, alias_model))
+    registry.register(SnapshotCollector(snapshots, alias_model))
     text: bytes = generate_latest(registry)
     return text
 
@@ -33,27 +34,34 @@ def prometheus_text(snapshots: Mapping[str, Snapshot], alias_model: str | None =
 class SnapshotCollector(Collector):
     """Exposes snapshots to prometheus-client."""
 
-    def __init__(self, snapshots: Mapping[str, Snapshot]) -> None:
+    def __init__(self, snapshots: Mapping[str, Snapshot], alias_model: str | None) -> None:
         self._snapshots = snapshots
+        self._alias_model = alias_model
 
     def collect(self) -> Iterator[Metric]:
-        for definition in METRICS:
-            family = _family(definition)
-            for replica, snapshot in self._snapshots.items():
-                _add(family, definition, replica, snapshot[definition.name])
-            yield family
+        for name, definition in _OURS.items():
+            yield self._family(definition, itemgetter(name), [REPLICA])
+        for name, source in (VLLM | SGLANG).items() if self._alias_model is not None else ():
+            labels = ["model_name", "engine"]
+            if isinstance(source, str):
+                yield self._family(_OURS[source]._replace(name=name), itemgetter(source), labels, self._alias_model)
+            else:
+                kind = "counter" if name.endswith("_total") else "gauge"
+                computed = Definition(name, kind, "Computed since the engine started.")
+                yield self._family(computed, source, labels, self._alias_model)
 
-
-def _family(definition: Definition) -> Metric:
-    families = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
-    labels = [REPLICA, definition.label] if definition.label else [REPLICA]
-    family: Metric = families[definition.kind](definition.name, definition.help, labels=labels)
-    return family
-
-
-def _add(family: Any, definition: Definition, replica: str, value: Value) -> None:
-    if isinstance(value, HistogramSnapshot):
-        family.add_metric([replica], buckets=value.cumulative(), sum_value=value.total)
-        return
-    for label_value, number in labelled(value):
-        family.add_metric([replica, label_value] if definition.label else [replica], number)
+    def _family(
+        self, definition: Definition, value_in: Callable[[Snapshot], Value], labels: list[str], *values: str
+    ) -> Metric:
+        """`labels` are those of all series: with these `values`, and last the replica."""
+        own = [] if definition.label is None else [definition.label]
+        family: Any = _FAMILIES[definition.kind](definition.name, definition.help, labels=labels + own)
+        for replica, snapshot in self._snapshots.items():
+            value, series = value_in(snapshot), [*values, replica]
+            if isinstance(value, HistogramSnapshot):
+                family.add_metric(series, buckets=value.cumulative(), sum_value=value.total)
+                continue
+            for label_value, number in labelled(value):
+                family.add_metric(series + [label_value] * len(own), number)
+        metric: Metric = family
+        return metric

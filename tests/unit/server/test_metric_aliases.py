@@ -97,11 +97,11 @@ def test_aliases_have_the_documented_names_kinds_and_labels(serve: Serve) -> Non
 
 def test_aliases_have_the_values_of_our_metrics(serve: Serve) -> None:
     families = families_of(serve, True)
-    for alias in (*VLLM, *SGLANG):
-        name = alias.name.removesuffix("_total")
+    for alias, source in (VLLM | SGLANG).items():
+        name = alias.removesuffix("_total")
         if name not in COMPUTED:
-            assert isinstance(alias.source, str)
-            assert values(families[name]) == values(families[alias.source.removesuffix("_total")]), name
+            assert isinstance(source, str)
+            assert values(families[name]) == values(families[source.removesuffix("_total")]), name
     computed = {name: families[name].samples[0].value for name in COMPUTED}
     assert computed["sglang:num_requests"] == 2
     assert computed["sglang:num_aborted_requests"] == 0
