@@ -68,48 +68,31 @@ class Layout:
         return name.startswith((self.prefix(number), *(f"{self.at(part, number)}." for part in others)))
 
 
-MIMO = Layout(
-    layer="model.mtp_layers.*",
-    embed_norm="model.mtp_layers.*.token_layernorm",
-    state_norm="model.mtp_layers.*.hidden_layernorm",
-    project="model.mtp_layers.*.input_proj",
-    out_norm="model.mtp_layers.*.final_layernorm",
+def _in_layer(layer: str, *parts: str, **options: Any) -> Layout:
+    """A layout whose parts, in the order of the fields, are all named below the decoder layer's own name."""
+    return Layout(layer, *(f"{layer}.{part}" for part in parts), **options)
+
+
+MIMO = _in_layer(
+    "model.mtp_layers.*",
+    *("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
     state_first=True,
     masks_first=True,
 )
 LAYOUTS: dict[str, Layout] = {
     "MiMo": MIMO,
     # behind the target's own layers: DeepSeek-V3, GLM-4.5 to 4.7, Air and Flash
-    "NextN": Layout(
-        layer="model.layers.*",
-        embed_norm="model.layers.*.enorm",
-        state_norm="model.layers.*.hnorm",
-        project="model.layers.*.eh_proj",
-        out_norm="model.layers.*.shared_head.norm",
-    ),
-    "Hunyuan-V3": Layout(
-        layer="model.layers.*",
-        embed_norm="model.layers.*.enorm",
-        state_norm="model.layers.*.hnorm",
-        project="model.layers.*.eh_proj",
-        out_norm="model.layers.*.final_layernorm",
-    ),
-    "MiMo-V2": Layout(
-        layer="model.mtp.layers.*",
-        embed_norm="model.mtp.layers.*.enorm",
-        state_norm="model.mtp.layers.*.hnorm",
-        project="model.mtp.layers.*.eh_proj",
-        out_norm="model.mtp.layers.*.final_layernorm",
+    "NextN": _in_layer("model.layers.*", "enorm", "hnorm", "eh_proj", "shared_head.norm"),
+    "Hunyuan-V3": _in_layer("model.layers.*", "enorm", "hnorm", "eh_proj", "final_layernorm"),
+    "MiMo-V2": _in_layer(
+        "model.mtp.layers.*",
+        *("enorm", "hnorm", "eh_proj", "final_layernorm"),
         layer_type="sliding_attention",
         renamed={"pre_mlp_layernorm": "post_attention_layernorm"},
     ),
-    "Step-3.5": Layout(
-        layer="model.layers.*",
-        embed_norm="model.layers.*.enorm",
-        state_norm="model.layers.*.hnorm",
-        project="model.layers.*.eh_proj",
-        out_norm="model.layers.*.transformer.shared_head.norm",
-        output="model.layers.*.transformer.shared_head.output",
+    "Step-3.5": _in_layer(
+        "model.layers.*",
+        *("enorm", "hnorm", "eh_proj", "transformer.shared_head.norm", "transformer.shared_head.output"),
         states_are_normed=False,
         layer_type="sliding_attention",
     ),
