@@ -29,6 +29,7 @@ from cluster.engine.connections import Connections
 from cluster.ingress import replicas
 from specray.bench import machine
 from specray.cli.arguments import positive
+from specray.server.routing.client import RouterHandle
 from specray.server.routing.messages import Item, RouterHeartbeat, RouterInfo
 from specray.server.routing.router_pool import RouterPool
 from specray.server.routing.subset import IngressPlace, engines_of
@@ -92,9 +93,10 @@ class StubDirectory(replicas.ServeReplicaDirectory):
     def replica_ids(self) -> Collection[str]:
         return [f"{replica_id}#{number}" for replica_id in super().replica_ids() for number in range(self._count)]
 
-    def handle(self, replica_id: str) -> replicas.ServeRouterHandle:
+    def handle(self, replica_id: str) -> RouterHandle:
         process, number = replica_id.split("#")
         handle = super().handle(process)
+        assert isinstance(handle, replicas.ServeRouterHandle)
         handle._to |= {"engine": int(number)}
         return handle
 

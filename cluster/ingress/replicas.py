@@ -3,17 +3,17 @@
 import asyncio
 import contextvars
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Iterable
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
+from functools import partial
+from typing import Any, cast
 
 import ray
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.handle import DeploymentHandle, DeploymentResponse, DeploymentResponseGenerator
 
-from specray.engine.request import EngineRequest
-from specray.metrics import Snapshot
-from specray.server.routing.messages import DesiredDrafter, Item, Refusal
+from specray.server.routing.client import RouterHandle
+from specray.server.routing.messages import Item
 from specray.server.routing.subset import IngressPlace
 
 logger = logging.getLogger("ray.serve")
@@ -47,8 +47,8 @@ class ServeReplicaDirectory:
             self._first_call = self._handle.stats.remote()
         return _running.get(self._handle.deployment_name, frozenset())
 
-    def handle(self, replica_id: str) -> "ServeRouterHandle":
-        return ServeRouterHandle(self._handle, replica_id)
+    def handle(self, replica_id: str) -> RouterHandle:
+        return cast("RouterHandle", ServeRouterHandle(self._handle, replica_id))
 
     def place(self) -> IngressPlace:
         context = serve.get_replica_context()
@@ -88,38 +88,9 @@ class ServeRouterHandle:
         finally:
             stream.cancel()  # type: ignore[no-untyped-call]
 
-    async def submit(self, connection_id: str, requests: list[EngineRequest]) -> Refusal | None:
-        refusal: Refusal | None = await self._answer(self._handle.submit, connection_id, requests)
-        return refusal
-
-    async def abort(self, request_ids: list[str]) -> None:
-        await self._answer(self._handle.abort, request_ids)
-
-    async def renew(self, connection_id: str, num_refused: int, num_poison: int) -> bool:
-        is_known: bool = await self._answer(self._handle.renew, connection_id, num_refused, num_poison)
-        return is_known
-
-    async def stats(self) -> Snapshot:
-        snapshot: Snapshot = await self._answer(self._handle.stats)
-        return snapshot
-
-    async def drafter(self) -> dict[str, Any]:
-        report: dict[str, Any] = await self._answer(self._handle.drafter)
-        return report
-
-    async def apply(self, desired: DesiredDrafter) -> Refusal | None:
-        refusal: Refusal | None = await self._answer(self._handle.apply, desired)
-        return refusal
-
-    async def drain(self) -> int:
-        num_unfinished: int = await self._answer(self._handle.drain)
-        return num_unfinished
-
-    async def abort_of(self, tenant: str, name: str | None) -> None:
-        await self._answer(self._handle.abort_of, tenant, name)
-
-    async def flush_cache(self) -> None:
-        await self._answer(self._handle.flush_cache)
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        """Any other method of a RouterHandle: the router's of the same name."""
+        return partial(self._answer, getattr(self._handle, name))
 
     async def _answer(self, method: DeploymentHandle[Any], *arguments: object) -> Any:
         """Call and await. A cancelled call is cancelled in Serve, too, which would retry a dead replica forever."""
