@@ -320,6 +320,17 @@ def accept_length(num_accepted: int, num_verify_steps: int) -> float | None:
     return 1 + num_accepted / num_verify_steps if num_verify_steps else None
 
 
+def token_logprob(tokens: TokenTexts, entry: TokenLogprob) -> Json:
+    """A token, and the most likely ones or those that the request chose, as in OpenAI's chats and responses."""
+
+    def shown(token_id: int, logprob: float) -> Json:
+        text, data = tokens(token_id)
+        return {"token": text, "logprob": finite(logprob), "bytes": list(data)}
+
+    top = [shown(*pair) for pair in entry.chosen or entry.top]
+    return shown(entry.token_id, entry.logprob) | {"top_logprobs": top}
+
+
 def finite(logprob: float) -> float:
     return max(logprob, MIN_LOGPROB)
 

@@ -6,7 +6,7 @@ from specray.outputs import Completion, RequestOutput, TokenLogprob
 from specray.sampling_params import SamplingParams
 from specray.server.chat.output import ChatOutput, is_cut
 from specray.server.model_output.events import CallStart, Content, Event, ParsedMessage, Reasoning, collect
-from specray.server.replies import Json, OpenAIReply, ReplyMetadata, finite
+from specray.server.replies import Json, OpenAIReply, ReplyMetadata, token_logprob
 from specray.server.schemas.body import ReplyOptions
 from specray.server.tokenization import TokenTexts
 
@@ -76,15 +76,7 @@ class ChatReply(OpenAIReply):
     def _logprobs(self, logprobs: Iterable[TokenLogprob] | None) -> Json | None:
         if logprobs is None:
             return None
-        return {"content": [self._logprob(entry) for entry in logprobs], "refusal": None}
-
-    def _logprob(self, entry: TokenLogprob) -> Json:
-        top = [self._token(token_id, value) for token_id, value in entry.chosen or entry.top]
-        return self._token(entry.token_id, entry.logprob) | {"top_logprobs": top}
-
-    def _token(self, token_id: int, logprob: float) -> Json:
-        text, data = self._tokens(token_id)
-        return {"token": text, "logprob": finite(logprob), "bytes": list(data)}
+        return {"content": [token_logprob(self._tokens, entry) for entry in logprobs], "refusal": None}
 
 
 def message_delta(event: Event) -> Json:

@@ -8,7 +8,7 @@ from specray.outputs import Completion, FinishReason, RequestOutput, TokenLogpro
 from specray.sampling_params import SamplingParams
 from specray.server.chat.output import ChatOutput, is_cut
 from specray.server.errors import ApiError
-from specray.server.replies import Framing, ReplyMetadata, empty_choices, finite, named_event, usage
+from specray.server.replies import Framing, ReplyMetadata, empty_choices, named_event, token_logprob, usage
 from specray.server.responses.output import OutputItems
 from specray.server.responses.protocol import ResponsesRequest
 from specray.server.schemas.body import PRIORITY_OF_TIER
@@ -155,14 +155,7 @@ class ResponsesReply:
         }
 
     def _logprobs(self, logprobs: Iterable[TokenLogprob] | None) -> list[Json]:
-        return [
-            self._token(entry.token_id, entry.logprob) | {"top_logprobs": [self._token(*pair) for pair in entry.top]}
-            for entry in logprobs or []
-        ]
-
-    def _token(self, token_id: int, logprob: float) -> Json:
-        text, data = self._tokens(token_id)
-        return {"token": text, "logprob": finite(logprob), "bytes": list(data)}
+        return [token_logprob(self._tokens, entry) for entry in logprobs or []]
 
 
 def _tool_choice(body: ResponsesRequest) -> object:
