@@ -72,7 +72,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $@ $(if $(findstring docs,$(EXTRAS)),$(DOCS_INSTALLED)) $(if $(findstring page,$(EXTRAS)),$(PAGE_INSTALLED))
 
 demo: $(INSTALLED)  ## serve the embedded model on Ray, ask it a question, compare with plain decoding
-	$(BIN)/python -m specray.cli.demo $(DEMO_ARGS)
+	$(BIN)/python -m benchmarks.demo $(DEMO_ARGS)
 
 # What the tests of a cluster wait for is real, and late on a busy machine; other tests that wait come after them. Only
 # tests that compute run beside both, with a low priority: they take the time in which these wait. Reports of tests that

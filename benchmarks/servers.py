@@ -119,7 +119,7 @@ def demo(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
     del wanted
     ratios = []
     for _ in range(effort.rounds):
-        command = [sys.executable, "-m", "specray.cli.demo", "--port", str(free_port())]
+        command = [sys.executable, "-m", "benchmarks.demo", "--port", str(free_port())]
         ended = subprocess.run(command, capture_output=True, text=True, check=False)
         if ended.returncode != 0 or (found := SPEED_UP.search(ended.stdout)) is None:
             raise SpecRayError(f"the demo ended with {ended.returncode}: {(ended.stderr or ended.stdout)[-500:]}")

@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -11,6 +12,15 @@ from pathlib import Path
 PREFIX = "specray-"
 OWNER_FILE = "owner"  # in a folder: the process it belongs to
 SCAN_S = 0.1
+_TEMPORARY = Path("/tmp")  # short: Ray creates Unix sockets below it, whose paths have at most 107 characters
+
+
+def make_folder() -> Path:
+    """A new folder of this process, with mode 0700, in place of those that ended processes have left."""
+    remove_leftovers(_TEMPORARY)
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_TEMPORARY))
+    own(folder)
+    return folder
 
 
 def own(folder: Path) -> None:

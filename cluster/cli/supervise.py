@@ -10,15 +10,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from specray.private_folders import PREFIX, disown, end_processes, own, remove_leftovers
+from specray.private_folders import disown, end_processes, make_folder
 
-TEMPORARY = Path("/tmp")  # short: Ray creates Unix sockets below it, whose paths have at most 107 characters
 FOLDER = "SPECRAY_SERVE_FOLDER"  # in the environment of all processes of a server: its folder
 SERVING = "serving"  # a file in it: the applications are ready, so that stopping may take as long as a drain
 POLL_S = 0.5  # at most between looks at the child; its end interrupts the wait
@@ -31,9 +29,7 @@ KILL_S = 10.0  # for the system to end killed processes
 def main(arguments: Sequence[str]) -> int:
     """Exit status: the child's; 128 + the signal's number if that came before the server was ready."""
     signals = block_signals()
-    remove_leftovers(TEMPORARY)
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=TEMPORARY))  # mode 0700
-    own(folder)
+    folder = make_folder()
     child = subprocess.Popen(
         [sys.executable, "-P", "-m", "cluster.cli.serve", *arguments],
         env={**os.environ, FOLDER: str(folder)},

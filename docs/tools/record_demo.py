@@ -27,7 +27,7 @@ def main() -> int:
         output.extend(chunk)
         return chunk
 
-    status = pty.spawn([sys.executable, "-m", "specray.cli.demo", *arguments], keep)
+    status = pty.spawn([sys.executable, "-m", "benchmarks.demo", *arguments], keep)
     if os.waitstatus_to_exitcode(status) != 0:
         print("the demo failed; no picture was written", file=sys.stderr)
         return 1

@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from urllib.request import ProxyHandler, build_opener
 import yaml
 
 from specray.errors import SpecRayError
-from specray.private_folders import PREFIX, end_processes, own, remove_leftovers
+from specray.private_folders import end_processes, make_folder
 from specray.yaml_file import read_mapping
 
 POLL_SECONDS = 0.5
@@ -69,10 +68,7 @@ class LocalServer:
     def __enter__(self) -> Self:
         refuse_port_in_use(self._host, self._port)
         _stop_on_sigterm()
-        # Short: Ray creates Unix sockets below it, whose paths have at most 107 characters.
-        remove_leftovers(Path("/tmp"))
-        self._folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir="/tmp"))
-        own(self._folder)
+        self._folder = make_folder()
         config = self._folder / self._config.name
         config.write_text(yaml.safe_dump(self._document), encoding="utf-8")
         with self._log.open("wb") as log:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from specray.cli.demo import QUESTIONS
+from benchmarks.demo import QUESTIONS
 from specray.cli.local_server import free_port
 from specray.ops.cpu.library import kernels
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 def test_the_demo_compares_answers_and_leaves_no_process_behind() -> None:
     before = set(Path("/tmp").glob("specray-serve-*"))
     demo = subprocess.run(
-        [sys.executable, "-m", "specray.cli.demo", "--port", str(free_port()), "--max-tokens", "16"],
+        [sys.executable, "-m", "benchmarks.demo", "--port", str(free_port()), "--max-tokens", "16"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,

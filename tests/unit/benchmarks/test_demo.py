@@ -2,8 +2,8 @@
 
 import pytest
 
+from benchmarks.demo import QUESTIONS, Pair, report
 from specray.cli.chat import StreamedAnswer
-from specray.cli.demo import QUESTIONS, Pair, report
 
 
 def make_answers(text: str, seconds: float) -> list[StreamedAnswer]:

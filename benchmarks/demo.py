@@ -17,7 +17,7 @@ from specray.tables import format_table
 if TYPE_CHECKING:
     from openai import OpenAI
 
-CONFIG = Path(__file__).parents[2] / "configs" / "eagle3.yaml"
+CONFIG = Path(__file__).parents[1] / "configs" / "eagle3.yaml"
 QUESTIONS = {
     "capitals": "List 3 countries and their capitals.",
     "advice": "Give me five tips for sleeping better.",
@@ -149,7 +149,7 @@ def _line_start() -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "python -m specray.cli.demo",
+        "python -m benchmarks.demo",
         description="Serve a small chat model and ask it some questions, with and without speculation.",
     )
     parser.add_argument("--port", type=int, help="port of the API (default: that of the configuration, 8000)")
