@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 from fastapi.routing import APIRoute
 
-from cluster.cli.reference import COMMAND, reference
 from cluster.config import AppConfig
+from docs.tools.api_reference import BODIES, LETTERS, fields_of, filled
+from docs.tools.api_reference import COMMAND as API_COMMAND
+from docs.tools.configuration_reference import COMMAND, reference
 from specray.server.app import create_app
-from specray.server.reference import BODIES, LETTERS, fields_of, filled
-from specray.server.reference import COMMAND as API_COMMAND
 
 ROOT = Path(__file__).parents[2]
 

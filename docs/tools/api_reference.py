@@ -1,6 +1,6 @@
 """Fills in the tables of `docs/api.md` from the request bodies.
 
-Usage: `python -m specray.server.reference docs/api.md`. A table stands between `<!-- common -->`,
+Usage: `python -m docs.tools.api_reference docs/api.md`. A table stands between `<!-- common -->`,
 `<!-- fields NAME -->`, `<!-- refused -->` or `<!-- ignored -->` and `<!-- end -->`; the text around it is written by
 hand. Fields that several endpoints share stand in the common table only.
 """
@@ -24,7 +24,7 @@ from specray.server.routes.tokenize import DetokenizeRequest, TokenizeRequest
 from specray.server.schemas.body import Speculation
 from specray.server.schemas.request_fields import GENERATION, HARMLESS, REFUSED
 
-COMMAND = "python -m specray.server.reference docs/api.md"
+COMMAND = "python -m docs.tools.api_reference docs/api.md"
 BODIES: Mapping[str, type[BaseModel]] = {
     body.__name__: body
     for body in (
