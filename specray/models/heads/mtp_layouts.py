@@ -70,7 +70,9 @@ class Layout:
 
 def _in_layer(layer: str, *parts: str, **options: Any) -> Layout:
     """A layout whose parts, in the order of the fields, are all named below the decoder layer's own name."""
-    return Layout(layer, *(f"{layer}.{part}" for part in parts), **options)
+    names = ("embed_norm", "state_norm", "project", "out_norm", "output")
+    named: dict[str, Any] = {name: f"{layer}.{part}" for name, part in zip(names, parts, strict=False)}
+    return Layout(layer, **named, **options)
 
 
 MIMO = _in_layer(

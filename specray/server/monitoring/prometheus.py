@@ -41,14 +41,17 @@ class SnapshotCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         for name, definition in _OURS.items():
             yield self._family(definition, itemgetter(name), [REPLICA])
-        for name, source in (VLLM | SGLANG).items() if self._alias_model is not None else ():
-            labels = ["model_name", "engine"]
+        if self._alias_model is None:
+            return
+        for name, source in (VLLM | SGLANG).items():
+            value_in: Callable[[Snapshot], Value]
             if isinstance(source, str):
-                yield self._family(_OURS[source]._replace(name=name), itemgetter(source), labels, self._alias_model)
+                definition, value_in = _OURS[source]._replace(name=name), itemgetter(source)
             else:
-                kind = "counter" if name.endswith("_total") else "gauge"
-                computed = Definition(name, kind, "Computed since the engine started.")
-                yield self._family(computed, source, labels, self._alias_model)
+                text = "Computed since the engine started."
+                definition = Definition(name, "counter" if name.endswith("_total") else "gauge", text)
+                value_in = source
+            yield self._family(definition, value_in, ["model_name", "engine"], self._alias_model)
 
     def _family(
         self, definition: Definition, value_in: Callable[[Snapshot], Value], labels: list[str], *values: str
