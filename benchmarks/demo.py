@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from benchmarks.local_server import LocalServer
 from specray.cli.chat import ServerError, StreamedAnswer, connect, first_model, stream_answer
-from specray.cli.local_server import LocalServer
 from specray.errors import SpecRayError
 from specray.tables import format_table
 

@@ -21,12 +21,13 @@ from tqdm import tqdm
 
 from benchmarks.eagle import EAGLE3
 from benchmarks.figure import CONCURRENCY, Effort, Figure, Section, mt_bench_prompts, prompts_of
+from benchmarks.local_server import LocalServer
 from benchmarks.results import ROOT
 from specray.bench.command import engine_config
 from specray.bench.exchange import exchange, request_bytes
 from specray.bench.ledger import Outcome, ending_of
 from specray.bench.variants import PLAIN
-from specray.cli.local_server import LocalServer, free_port
+from specray.cli.local_server import free_port
 from specray.config import SpeculativeConfig
 from specray.errors import SpecRayError
 from specray.llm import LLM

@@ -7,7 +7,8 @@ from typing import Any
 
 import yaml
 
-from specray.cli.local_server import LocalServer, free_port
+from benchmarks.local_server import LocalServer
+from specray.cli.local_server import free_port
 
 
 @contextmanager

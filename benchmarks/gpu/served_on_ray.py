@@ -25,10 +25,11 @@ from benchmarks.gpu.random_model import LLAMA_8B, ModelSize, write_head, write_t
 from benchmarks.gpu.random_model import TINY as TINY_MODEL
 from benchmarks.gpu.report import Cell, Order, Report, requests
 from benchmarks.gpu.speed import VARIANTS, Variant
+from benchmarks.local_server import LocalServer
 from cluster.engine.mps import ANOTHER, IN_USE
 from specray.bench.exchange import Exchange, exchange, request_bytes
 from specray.bench.ledger import Outcome, ending_of
-from specray.cli.local_server import LocalServer, free_port
+from specray.cli.local_server import free_port
 
 READY_S = 280.0
 BACK_S = 150.0  # for what was killed to run again

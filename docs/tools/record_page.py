@@ -1,4 +1,4 @@
-"""Take the pictures of the page: `python docs/tools/record_page.py docs/images`.
+"""Take the pictures of the page: `python -m docs.tools.record_page docs/images`.
 
 Serves configs/eagle3.yaml and drives a Chromium, whose program the variable CHROMIUM names, with playwright
 (`make page-test` installs it). What the pictures show is a real run of the embedded model.
@@ -13,7 +13,8 @@ from typing import Any
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
-from specray.cli.local_server import LocalServer, free_port
+from benchmarks.local_server import LocalServer
+from specray.cli.local_server import free_port
 
 ROOT = Path(__file__).parents[2]
 QUESTION = "Why is the sky blue?"
