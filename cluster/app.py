@@ -19,7 +19,7 @@ from cluster.http_port import check_http_port
 from cluster.ingress.deployment import OpenAIIngress
 from cluster.process_settings import LARGE_MESSAGES, ONE_LOOP
 from specray.models.files import is_here
-from specray.server.monitoring.trace_context import check_tracing_packages
+from specray.server.monitoring.tracing import check_exporter
 from specray.spec_decode import check_speculative
 from specray.unsupported_options import options_without_effect
 
@@ -44,7 +44,7 @@ def build(args: AppConfig) -> Application:
     """
     args = decide_device(args)
     check_speculative(args.speculative)
-    check_tracing_packages(args.server.otlp_traces_endpoint)
+    check_exporter(args.server.otlp_traces_endpoint)
     check_http_port()
     check_node_resources([args])
     if not absent_models(args):

@@ -43,7 +43,7 @@ from specray.cli.engine_flags import answer, check_sglang_environment
 from specray.cli.local_server import refuse_port_in_use
 from specray.cores import num_cores
 from specray.errors import ConfigError, SpecRayError, did_you_mean
-from specray.server.monitoring.trace_context import check_tracing_packages
+from specray.server.monitoring.tracing import check_exporter
 
 DESCRIPTION = """\
 Start Ray and serve a model until Ctrl-C or SIGTERM. FILE is a configuration for `serve run`; flags override it. The
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_certificate(document["http_options"])
             for app in apps.values():
                 check_keys(app)
-                check_tracing_packages(app.server.otlp_traces_endpoint)
+                check_exporter(app.server.otlp_traces_endpoint)
                 find_files(app)
     except (SpecRayError, OSError) as error:
         return _failed(error)
@@ -107,7 +107,7 @@ def check(argv: Sequence[str] | None = None) -> int:
         apps = check_document(configuration(options), _source(options))
         for name, app in apps.items():
             check_keys(app)
-            check_tracing_packages(app.server.otlp_traces_endpoint)
+            check_exporter(app.server.otlp_traces_endpoint)
             check_paths(app)
             absent = [] if options.fetch else absent_models(app)
             if not absent:

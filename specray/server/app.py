@@ -21,6 +21,7 @@ from specray.server.generate.protocol import GenerateRequest
 from specray.server.generation import IGNORED_FIELDS_HEADER
 from specray.server.middleware import BodyLimit, CatchErrors, JsonRoute
 from specray.server.monitoring.prometheus import CONTENT_TYPE, prometheus_text
+from specray.server.monitoring.tracing import TraceRequests
 from specray.server.responses.protocol import InputTokensRequest, ResponsesRequest
 from specray.server.routes.admin import add_admin_routes
 from specray.server.routes.engine import add_engine_routes
@@ -71,8 +72,6 @@ def create_app(service: Service) -> FastAPI:
         _allow_origins(app, server.cors_origins)
     app.add_middleware(CatchErrors)
     if service.tracer is not None:
-        from specray.server.monitoring.tracing import TraceRequests  # its packages are optional
-
         app.add_middleware(TraceRequests, tracer=service.tracer)
     app.add_exception_handler(errors.ApiError, errors.handle_api_error)
     app.add_exception_handler(SpecRayError, errors.handle_engine_error)

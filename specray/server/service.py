@@ -2,20 +2,16 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from specray.server.config import ServingConfig
 from specray.server.generation import GenerationEndpoints
 from specray.server.model import ServedModel
-from specray.server.monitoring.trace_context import check_tracing_packages
+from specray.server.monitoring.tracing import Tracer, check_exporter, exporting_to
 from specray.server.operations import OperationEndpoints
 from specray.server.responses.store import ResponseStore
 from specray.server.routing.router_pool import RouterPool
 from specray.server.submission import RequestSubmitter
 from specray.server.tokenization import TextPool, Tokenization
-
-if TYPE_CHECKING:
-    from specray.server.monitoring.tracing import Tracer  # its packages are optional
 
 
 class Service:
@@ -41,11 +37,7 @@ class Service:
             await asyncio.to_thread(self.tracer.close)
 
 
-def make_tracer(endpoint: str | None) -> "Tracer | None":
-    """None without an endpoint. ConfigError if a package is missing."""
-    if endpoint is None:
-        return None
-    check_tracing_packages(endpoint)
-    from specray.server.monitoring.tracing import Tracer, exporting_to
-
-    return Tracer(exporting_to(endpoint))
+def make_tracer(endpoint: str | None) -> Tracer | None:
+    """None without an endpoint. ConfigError if the exporter is missing."""
+    check_exporter(endpoint)
+    return None if endpoint is None else Tracer(exporting_to(endpoint))

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from specray.errors import SpecRayError
 from specray.outputs import Completion, RequestOutput
 from specray.server.errors import INTERNAL_MESSAGE, ApiError, from_engine
-from specray.server.monitoring.trace_context import CURRENT_TRACE
+from specray.server.monitoring.tracing import CURRENT_TRACE
 from specray.server.replies import Reply, dumps, extend
 from specray.server.routing.router_pool import RequestStream
 

@@ -13,7 +13,7 @@ from specray.server.draft_trace import traced
 from specray.server.errors import ApiError
 from specray.server.grammar_check import GrammarCheck, check_command
 from specray.server.model import ServedModel
-from specray.server.monitoring.trace_context import CURRENT_TRACE
+from specray.server.monitoring.tracing import CURRENT_TRACE
 from specray.server.replies import OpenAIReply, Reply, ReplyMetadata
 from specray.server.routing.router_pool import RouterPool
 from specray.server.schemas.body import RequestOptions

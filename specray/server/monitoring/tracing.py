@@ -9,6 +9,8 @@ begin with `specray.`. Texts and keys are never part of a trace.
 """
 
 from collections.abc import Sequence
+from contextvars import ContextVar
+from importlib import import_module
 
 from opentelemetry import trace
 from opentelemetry.sdk.resources import Resource
@@ -19,15 +21,29 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from specray.errors import ConfigError
 from specray.outputs import FinishReason, RequestOutput
 from specray.server.choices import PreparedPrompt
-from specray.server.monitoring.trace_context import CURRENT_TRACE
 
 SERVICE = "specray"
+EXPORTER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
 MAX_ID_LENGTH = 128  # of X-Request-Id
 OPERATIONS = {"/v1/completions": "text_completion", "/generate": "text_completion"}  # by route; else "chat"
 
 Attribute = str | int | float | Sequence[str]
+
+
+def check_exporter(endpoint: str | None) -> None:
+    """ConfigError if traces are to be sent to `endpoint` and the package that sends them is missing."""
+    if endpoint is None:
+        return
+    try:
+        import_module(EXPORTER)
+    except ImportError as error:
+        raise ConfigError(
+            f"server.otlp_traces_endpoint={endpoint!r} needs OpenTelemetry's OTLP exporter ({error}); install "
+            "specray[otel], or leave the option out"
+        ) from None
 
 
 def exporting_to(endpoint: str) -> TracerProvider:
@@ -150,6 +166,10 @@ class RequestTrace:
         if attributes.get("gen_ai.response.finish_reasons") == [FinishReason.ERROR.value]:
             span.set_status(Status(StatusCode.ERROR))
         span.end(end_ns)
+
+
+# That of the request that is being handled; None: it is not recorded.
+CURRENT_TRACE: ContextVar[RequestTrace | None] = ContextVar("current_trace", default=None)
 
 
 class TraceRequests:

@@ -21,8 +21,7 @@ from cluster.cli import serve
 from specray.engine.request import EngineRequest
 from specray.outputs import RequestTimes
 from specray.sampling_params import SamplingParams
-from specray.server.monitoring.trace_context import PACKAGES
-from specray.server.monitoring.tracing import Tracer
+from specray.server.monitoring.tracing import EXPORTER, Tracer
 from tests.support.scripted_server import Serve, Server
 from tests.support.serve_file import SERVE_CONFIG
 
@@ -193,7 +192,7 @@ def collector() -> Iterator[tuple[str, list[ExportTraceServiceRequest]]]:
 
 
 def test_spans_reach_a_collector(serve: Serve, collector: tuple[str, list[Any]]) -> None:
-    pytest.importorskip(PACKAGES[1])
+    pytest.importorskip(EXPORTER)
     endpoint, received = collector
 
     async def scenario() -> None:
@@ -210,12 +209,11 @@ def test_spans_reach_a_collector(serve: Serve, collector: tuple[str, list[Any]])
     ]
 
 
-@pytest.mark.parametrize("missing", PACKAGES)
 def test_check_names_the_missing_package(
-    tmp_path: Path, missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "serve.yaml"
     file.write_text(SERVE_CONFIG.replace("request_timeout_s: 60", f'otlp_traces_endpoint: "{ENDPOINT}"'))
-    monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.setitem(sys.modules, EXPORTER, None)
     assert serve.check([str(file)]) == 2
     assert "install specray[otel]" in capsys.readouterr().err
