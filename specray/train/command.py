@@ -7,6 +7,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from specray.bench.plots import can_plot
 from specray.cli.arguments import add_number, not_negative, number_above_0, number_from_0, positive, share
 from specray.config import EMBEDDED_MODEL
 from specray.errors import ConfigError
@@ -259,7 +260,7 @@ def _add_train_vocab(parser: argparse.ArgumentParser) -> None:
 def _train(options: argparse.Namespace, answers: Path) -> int:
     import torch  # takes seconds, which --help does not need
 
-    from specray.train.run_files import NO_PLOT, can_plot
+    from specray.train.run_files import NO_PLOT
     from specray.train.trainer import Trainer
 
     if not can_plot():

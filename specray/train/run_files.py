@@ -2,7 +2,6 @@
 
 import json
 import os
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from specray.bench.plots import can_plot
 from specray.errors import ConfigError
 from specray.models.weights import read_torch_file
 
@@ -59,11 +59,6 @@ def cut_log(run: Path, num_tokens: int) -> None:
 def last_validation(run: Path) -> dict[str, Any] | None:
     """The newest line with validation metrics."""
     return next((line for line in reversed(read_log(run)) if line["validation"]), None)
-
-
-def can_plot() -> bool:
-    """Whether matplotlib is installed."""
-    return find_spec("matplotlib") is not None
 
 
 def plot_run(run: Path) -> None:
