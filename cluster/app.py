@@ -21,7 +21,6 @@ from cluster.process_settings import LARGE_MESSAGES, ONE_LOOP
 from specray.models.files import is_here
 from specray.server.monitoring.tracing import check_exporter
 from specray.spec_decode import check_speculative
-from specray.unsupported_options import options_without_effect
 
 logger = logging.getLogger("ray.serve")
 
@@ -65,8 +64,8 @@ def application(args: AppConfig) -> Application:
     """The application for a configuration whose files are checked, or are on other machines."""
     args = decide_device(args)
     check_speculative(args.speculative)
-    if ignored := list(options_without_effect(args)):
-        logger.warning("accepted without effect: %s", "; ".join(ignored))
+    if args.trust_remote_code:
+        logger.warning("accepted without effect: trust_remote_code=True: code from a checkpoint is never run")
     return _ingress(args).bind(args, _router(args).bind(args))
 
 

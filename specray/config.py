@@ -101,7 +101,7 @@ class DrafterOptions(Options):
         description="Quantization of the draft model: null takes the target's, unquant disables "
         "it, auto chooses int8 on a CPU and none elsewhere.",
     )
-    draft_attention_backend: Annotated[AttentionKernels | None, unsupported_options.ATTENTION_KERNELS] = Field(
+    draft_attention_backend: AttentionKernels | None = Field(
         None,
         description="Attention kernels of the draft model; null takes the target's. With "
         "flashinfer, the levels of a draft tree use Triton's; with fa, all.",
@@ -167,7 +167,7 @@ class DrafterOptions(Options):
         "(names of API keys) and max_mb (256).",
     )
 
-    moe_runner_backend: Annotated[ExpertKernels | None, unsupported_options.MOE_RUNNER_BACKEND] = Field(
+    moe_runner_backend: ExpertKernels | None = Field(
         None, description="Kernels for the experts of the draft model; null takes the target's."
     )
 
@@ -256,7 +256,7 @@ class SpeculativeConfig(DrafterOptions):
         description="Lossy below 1.0: draft tokens are accepted as if their target probability were divided by this.",
     )
 
-    attention_mode: Annotated[Literal["prefill", "decode"], unsupported_options.ATTENTION_MODE] = Field(
+    attention_mode: Literal["prefill", "decode"] = Field(
         "prefill",
         description="How flashinfer and fa verify drafts: by their prefill kernel where it can "
         "(fa: chains only), or by Triton's kernel for decoding. Others have one "
@@ -497,13 +497,13 @@ class EngineConfig(Options):
         "auto", description="Device of the target; auto takes a GPU if there is one."
     )
     tp_size: int = Field(1, ge=1, le=64, description="Number of tensor-parallel ranks of the target.")
-    attention_backend: Annotated[AttentionKernels, unsupported_options.ATTENTION_KERNELS] = Field(
+    attention_backend: AttentionKernels = Field(
         "auto",
         description="Attention kernels. auto chooses the compiled ones on a CPU, Triton's on a "
         "GPU, and torch's where neither is available. The others need a GPU: triton; "
         "flashinfer; fa, vLLM's flash-attention, with Triton's for draft trees.",
     )
-    moe_runner_backend: Annotated[ExpertKernels, unsupported_options.MOE_RUNNER_BACKEND] = Field(
+    moe_runner_backend: ExpertKernels = Field(
         "auto",
         description="Kernels for the experts of a mixture: triton (GPU) in one grouped product, "
         "torch one expert after the other; auto takes triton on a GPU unless the "
@@ -583,7 +583,9 @@ class EngineConfig(Options):
     enable_dp_attention: Annotated[bool, unsupported_options.ENABLE_DP_ATTENTION.check] = (
         unsupported_options.ENABLE_DP_ATTENTION.field
     )
-    trust_remote_code: bool = Field(False, description=unsupported_options.without_effect("trust_remote_code"))
+    trust_remote_code: bool = Field(
+        False, description="SGLang's option; accepted without effect: code from a checkpoint is never run."
+    )
     enable_torch_compile: bool = Field(
         False,
         description="Compile the target's decoder layers with torch.compile at start: dense "

@@ -1,13 +1,11 @@
 """SGLang options that this engine does not implement.
 
 All are declared, so that a command line written for SGLang either works or fails with the reason and an alternative.
-Options that cannot change the output are accepted; `options_without_effect` lists them for the log.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
+from pydantic import AfterValidator, Field, ValidationInfo
 
 from specray.errors import ConfigError
 
@@ -41,24 +39,6 @@ class UnsupportedOption:
         return self._harmless[0]
 
 
-def _kernels(what: str, *names: str) -> BeforeValidator:
-    """A check that a value is null or one of `names`, some of SGLang's; `what` the kernels compute."""
-
-    def check(value: object, info: ValidationInfo) -> object:
-        if value is not None and value not in names:
-            raise ConfigError(
-                f"{info.field_name}={value!r} is not supported: the kernels for {what} are {', '.join(names)}; set it "
-                "to one of them, or remove it"
-            )
-        return value
-
-    return BeforeValidator(check)
-
-
-# For options that accept some of SGLang's values.
-ATTENTION_KERNELS = _kernels("attention", "auto", "torch", "triton", "flashinfer", "fa")
-ATTENTION_MODE = _kernels("draft trees", "prefill", "decode")
-MOE_RUNNER_BACKEND = _kernels("experts", "auto", "torch", "triton")
 MOE_A2A_BACKEND = UnsupportedOption(
     "tensor parallelism splits every expert, so ranks exchange no tokens; remove it", "none"
 )
@@ -71,20 +51,3 @@ ENABLE_MULTI_LAYER_EAGLE = UnsupportedOption(
 ENABLE_DP_ATTENTION = UnsupportedOption(
     "attention is tensor-parallel within an engine; set server.num_replicas for data parallelism", False
 )
-
-# Options that are accepted because they cannot change the output, and the reason why they have no effect.
-_WITHOUT_EFFECT = {
-    "trust_remote_code": "code from a checkpoint is never run",
-}
-
-
-def without_effect(name: str) -> str:
-    """The description of an option that is accepted without effect."""
-    return f"SGLang's option; accepted without effect: {_WITHOUT_EFFECT[name]}."
-
-
-def options_without_effect(config: object) -> Iterator[str]:
-    """`name=value: reason` for every option that is set but has no effect."""
-    for name, reason in _WITHOUT_EFFECT.items():
-        if value := getattr(config, name):
-            yield f"{name}={value}: {reason}"
