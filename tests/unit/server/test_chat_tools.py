@@ -157,7 +157,6 @@ for _ in range(40):
         ({"messages": [*USER, {"role": "tool", "content": "x"}]}, "messages.1"),
         ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages.0"),
         ({"extra_body": {"chat_template_kwargs": {"tokenize": True}}}, "chat_template_kwargs"),
-        ({"extra_body": {"chat_template_kwargs": {"x": "<|end|>"}}}, "messages"),
         ({"extra_body": {"chat_template_kwargs": {"__class__": 1}}}, "chat_template_kwargs.__class__"),
         ({"extra_body": {"chat_template_kwargs": {"x": [1]}}}, "chat_template_kwargs.x"),
         ({"reasoning_effort": "a lot"}, "reasoning_effort"),
