@@ -17,8 +17,8 @@ def _quotas() -> Iterator[float]:
     files = [("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")]
     for names in files:
         try:
-            quota, period = " ".join((CGROUPS / name).read_text() for name in names).split()
-        except (OSError, ValueError):
+            quota, period = map(int, " ".join((CGROUPS / name).read_text() for name in names).split())
+        except (OSError, ValueError):  # unlimited: `max`
             continue
-        if quota.isdecimal() and int(period) > 0:  # unlimited: `max`, -1
-            yield int(quota) / int(period)
+        if quota >= 0 and period > 0:  # unlimited: -1
+            yield quota / period

@@ -36,7 +36,7 @@ from cluster.cli.check import (
 from cluster.cli.flags import SEVERAL, add_flags, given, overridden
 from cluster.cli.plan import plan_text
 from cluster.cli.supervise import FOLDER
-from cluster.config import AppConfig
+from cluster.config import AppConfig, DraftConfig
 from cluster.engine.node_resources import refuse_impossible
 from cluster.process_settings import LARGE_MESSAGES, ONE_LOOP
 from specray.cli.engine_flags import answer, check_sglang_environment
@@ -118,7 +118,8 @@ def check(argv: Sequence[str] | None = None) -> int:
                     f"  not checked, because not on this machine: {', '.join(absent)} (--fetch fetches and checks them)"
                 )
             print(plan_text(app))
-        _print_warnings([f"on this machine alone: {problem}" for problem in _excess(list(apps.values()))])
+        problems = [*_excess(list(apps.values())), *map(_for_gpus, apps.values())]
+        _print_warnings([f"on this machine alone: {problem}" for problem in problems if problem])
     except (SpecRayError, OSError) as error:
         return _failed(error)
     return 0
@@ -134,13 +135,25 @@ def _failed(error: Exception) -> int:
 
 def _excess(apps: Sequence[AppConfig]) -> Iterator[str]:
     """The resources that the applications reserve and this machine does not have, as one error; none if it has them."""
-    num_gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    machine = {"CPU": float(num_cores()), "GPU": float(num_gpus)}
+    machine = {"CPU": float(num_cores()), "GPU": float(_num_gpus())}
     custom = {name: inf for app in apps for name in app.placement.rank_resources}
     try:
         refuse_impossible(apps, [custom | machine], [app.device == "cuda" for app in apps])
     except ConfigError as error:
         yield str(error)
+
+
+def _for_gpus(app: AppConfig) -> str:
+    """The options of a drafter that an application without GPUs sets for nothing; empty if there are none."""
+    if app.device == "cuda" or (app.device == "auto" and _num_gpus()):
+        return ""
+    options, defaults = app.draft.model_dump(), DraftConfig().model_dump()
+    without = [f"draft.{name}" for name in ("cuda_ipc", "gpu_share", "mps") if options[name] != defaults[name]]
+    return f"{' and '.join(without)} have no effect without a GPU; leave them out" if without else ""
+
+
+def _num_gpus() -> int:
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
 def _print_warnings(warnings: Sequence[str]) -> None:

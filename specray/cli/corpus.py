@@ -62,11 +62,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check_files(files: Sequence[Path], out: Path) -> None:
-    """ConfigError for devices, which may never end, and for an `out` that is not a file or one of the texts."""
+    """ConfigError for what may never end, and for an `out` that is not a file or one of the texts."""
     for path in files:
         path.stat()
         if path.is_char_device() or path.is_block_device():
             raise ConfigError(f"{path} is a device; name files of text")
+        if path.resolve().is_fifo():  # unlike /dev/fd/N of a shell's <(command), which has a writer already
+            raise ConfigError(f"{path} is a named pipe, which nobody may ever write to; name files of text")
         if out.exists() and out.samefile(path):
             raise ConfigError(f"--out {out} is one of the texts; choose another file")
     if out.exists() and not out.is_file():

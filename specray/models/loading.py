@@ -60,7 +60,7 @@ class Loader:
             self._note(name, matrix.shape, shape)
             self.expanded.append(name)
             rows, columns = (part, slice(None)) if dim == 0 else (slice(None), part)
-            return matrix.part(rows, columns, self.device, self.dtype)
+            return self._finite(name, matrix.part(rows, columns, self.device, self.dtype))
         tensor = self.stored(name, shape)
         if not tensor.is_floating_point() or tensor.dtype.itemsize == 1:
             raise ConfigError(
@@ -105,12 +105,14 @@ class Loader:
 
     def any_shape(self, name: str) -> Tensor:
         """Tensor `name`, whose shape the caller checks."""
-        if self._reader.is_quantised(name):
-            self.expanded.append(name)
         tensor = self._reader.get(name)
         self._read.add(name)
         self._bar.update()
-        return tensor.to(self.device, self.dtype) if tensor.is_floating_point() else tensor.to(self.device)
+        tensor = tensor.to(self.device, self.dtype) if tensor.is_floating_point() else tensor.to(self.device)
+        if self._reader.is_quantised(name):
+            self.expanded.append(name)
+            self._finite(name, tensor)
+        return tensor
 
     def vocab(self, name: str, shape: tuple[int, int]) -> Tensor:
         """This rank's ceil(vocab / ranks) rows of an embedding or output matrix, zeros past its end."""
@@ -168,6 +170,15 @@ class Loader:
             raise ConfigError(f"{self._reader.path(name)}: matrix {name} has NaN; the file is damaged: fetch it again")
         self._note(name, weight.shape, weight.shape)
         return own.to(self.device, self.dtype)
+
+    def _finite(self, name: str, expanded: Tensor) -> Tensor:
+        """A quantised matrix, expanded. ConfigError for NaN and numbers that are too large for the model's type."""
+        if expanded.numel() and not all(bound.isfinite() for bound in expanded.aminmax()):
+            raise ConfigError(
+                f"{self._reader.path(name)}: matrix {name} has NaN, or numbers that are too large for "
+                f"{str(self.dtype).removeprefix('torch.')}; the file is damaged: fetch it again"
+            )
+        return expanded
 
     def _note(self, name: str, stored: tuple[int, ...], shape: tuple[int, ...]) -> None:
         """Count `name` as read. ConfigError if its `stored` shape is not the expected one."""

@@ -54,6 +54,7 @@ _COMMON_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attentio
 _SIZES = (*_COMMON_SIZES, "intermediate_size")
 _OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "sliding_window")
 _STRINGS = ("model_type", "dtype", "torch_dtype")
+_BOOLEANS = ("tie_word_embeddings", "attention_bias", "use_sliding_window")  # that are read here
 MAX_SIZE = 2**31 - 1
 MAX_LAYERS = 10_000
 
@@ -393,6 +394,10 @@ def _check_content(path: Path, content: Any, is_text_model: bool = True) -> None
         by_part = name == "dtype" and isinstance(value, dict)
         if is_text_model and name in _STRINGS and not by_part and not isinstance(value, str | None):
             raise ConfigError(f"{path}: {name}={value!r} must be a string; correct it")
+        if name in ("dtype", "torch_dtype") and isinstance(value, str):
+            _check_dtype(path, name, value)
+        if name in _BOOLEANS and not isinstance(value, bool | None):
+            raise ConfigError(f"{path}: {name}={value!r} must be true or false; correct it")
         # Per-layer sizes are lists. The config class computes a size of 0; `_check_numbers` checks the result.
         is_size = is_text_model and name in (*_SIZES, "num_key_value_heads", "head_dim")
         if is_size and value != 0 and not isinstance(value, list | None):
@@ -403,6 +408,11 @@ def _check_content(path: Path, content: Any, is_text_model: bool = True) -> None
             raise ConfigError(f"{path}: {name}={value!r} must be an object; correct it")
         if str(name).endswith("_config"):
             _check_content(path, value, is_text_model=name == "text_config")
+
+
+def _check_dtype(path: Path, name: str, value: str) -> None:
+    if not isinstance(getattr(torch, value.removeprefix("torch."), None), torch.dtype):
+        raise ConfigError(f"{path}: {name}={value!r} must be a type of torch, such as bfloat16; correct it")
 
 
 def _check_size(path: Path, name: str, value: object) -> None:

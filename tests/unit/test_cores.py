@@ -17,6 +17,7 @@ from specray import cores
         ({"cpu.max": "50000 100000\n"}, 1),
         ({"cpu.max": "9900000 100000\n"}, 64),
         ({"cpu.max": "what is this\n"}, 64),
+        ({"cpu.max": "150000 x\n"}, 64),
         ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 64),
         ({"cpu/cpu.cfs_quota_us": "300000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 3),
         ({"cpu/cpu.cfs_quota_us": "300000\n"}, 64),

@@ -47,6 +47,11 @@ def test_a_lying_configuration_is_a_config_error(options: dict[str, object], tmp
     [
         ("llama", "model_type", {"a": "b"}),
         ("llama", "dtype", 1e300),
+        ("llama", "dtype", "__class__"),
+        ("qwen3", "dtype", "fp16"),
+        ("llama", "tie_word_embeddings", "yes"),
+        ("llama", "attention_bias", "no"),
+        ("qwen2_5_vl", "text_config.use_sliding_window", "false"),
         ("llama", "vocab_size", {}),
         ("llama", "hidden_size", -1),
         ("gemma4", "head_dim", 2**40),

@@ -225,6 +225,19 @@ def test_a_damaged_matrix_is_refused(tmp_path: Path) -> None:
     save_file(whole, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match="has NaN; the file is damaged"):
         loader(tmp_path).weight(NAME, (OUTS, INS))
+    with pytest.raises(ConfigError, match="has NaN"):
+        loader(tmp_path).tensor(NAME, (OUTS, INS))
+    with pytest.raises(ConfigError, match="has NaN"):
+        loader(tmp_path).any_shape(NAME)
+
+
+def test_a_matrix_that_overflows_when_it_is_expanded_is_refused(tmp_path: Path) -> None:
+    write_matrix(tmp_path, METHODS["fp8 of a tensor"], matrix())
+    whole = load_file(tmp_path / "model.safetensors")
+    scale = next(name for name in whole if name.endswith("weight_scale"))
+    save_file(whole | {scale: torch.full_like(whole[scale], 1e38)}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"matrix .* too large for float32"):
+        loader(tmp_path).tensor(NAME, (OUTS, INS))
 
 
 @pytest.mark.parametrize("scale", [torch.tensor(math.nan), torch.tensor(math.inf), torch.tensor(1), torch.tensor(1j)])

@@ -128,6 +128,7 @@ def test_the_command_makes_a_corpus_of_files(toy: Path, tmp_path: Path, capsys: 
 
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "empty").write_text("")
+    os.mkfifo(tmp_path / "fifo")
     for arguments, error in (
         ([str(tmp_path / "missing")], "missing: No such file"),
         ([str(tmp_path / "binary")], "binary is not UTF-8 text"),
@@ -135,6 +136,7 @@ def test_the_command_makes_a_corpus_of_files(toy: Path, tmp_path: Path, capsys: 
         ([str(first), "--max-tokens", "3"], "more than --max-tokens 3"),
         ([str(tmp_path)], "Is a directory"),
         (["/dev/zero"], "is a device"),
+        ([str(tmp_path / "fifo")], "is a named pipe"),
     ):
         assert cli.main([*build, *arguments]) == 2
         assert error in capsys.readouterr().err

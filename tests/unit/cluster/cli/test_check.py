@@ -136,3 +136,12 @@ def test_check_takes_the_flags_of_serve(capsys: pytest.CaptureFixture[str]) -> N
 def test_check_tells_what_this_machine_does_not_have(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["smollm2-135m-instruct", "--server-rank-cpus", "1000"]) == 0
     assert "warning: on this machine alone: an engine needs 1000.1 CPU on one node" in capsys.readouterr().err
+
+
+def test_check_tells_which_options_of_a_drafter_need_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["smollm2-135m-instruct", "--device", "cpu", "--draft-cuda-ipc", "--draft-gpu-share", "0.3"]
+    assert main([*flags, "--speculative-algorithm", "NGRAM"]) == 0
+    expected = "draft.cuda_ipc and draft.gpu_share have no effect without a GPU; leave them out"
+    assert f"warning: on this machine alone: {expected}" in capsys.readouterr().err
+    assert main(flags) == 2
+    assert "draft.cuda_ipc has no effect without a drafter" in capsys.readouterr().err
