@@ -170,14 +170,19 @@ class AppConfig(ServingConfig):
                 "draft.placement=separate shares memory with rank 0, so its GPU must be on the same node, which "
                 "placement.across_nodes does not ensure; set draft.placement: colocated, or across_nodes: false"
             )
-        if self.draft.cuda_ipc and not self.has_draft_actor:
-            raise ConfigError(
-                "draft.cuda_ipc has no effect without a drafter; name a speculative.algorithm, or set cuda_ipc: false"
-            )
         if self.draft.cuda_ipc and self.placement.across_nodes:
             raise ConfigError(
                 "draft.cuda_ipc needs MPS, which does not serve ranks of several nodes (placement.across_nodes); set "
                 "cuda_ipc: false, or across_nodes: false"
+            )
+        if self.draft.cuda_ipc and not self.has_draft_actor:
+            raise ConfigError(
+                "draft.cuda_ipc has no effect without a drafter; name a speculative.algorithm, or set cuda_ipc: false"
+            )
+        if self.draft.cuda_ipc and self.disable_cuda_graph and self.speculative.budget == "auto":
+            raise ConfigError(
+                "without CUDA graphs, speculative.budget=auto cuts trees by scores, which draft.cuda_ipc does not "
+                "exchange; set budget: static, disable_cuda_graph: false, or cuda_ipc: false"
             )
         return self
 

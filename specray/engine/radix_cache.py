@@ -155,7 +155,7 @@ class RadixCache:
         for _ in range(min(num_blocks, self.num_idle)):
             self._evict_one()
 
-    def detach(self) -> None:
+    def reset(self) -> None:
         """Match none of the cached blocks any more. Requests that use them keep them, and then they are evicted."""
         self._roots = {}
 

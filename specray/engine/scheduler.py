@@ -204,7 +204,7 @@ class Scheduler:
         """
         if self._is_cache_unread and any(row.num_draft_tokens for row in result.rows) and not result.drafter_is_absent:
             self._is_cache_unread = False
-            self.cache.detach()
+            self.cache.reset()
             for request in self.running:
                 request.is_detached = request.acceptance.is_new_to_drafter
 

@@ -30,6 +30,7 @@ from specray.spec_decode import method_of, splits_draft_models
 from specray.spec_decode.draft_setup import wanted_quantization
 from specray.worker.buckets import buckets, draft_buckets
 from specray.worker.memory import memory_fraction, weight_options
+from specray.worker.remote_drafter.device_trees import tree_bytes
 from specray.worker.remote_drafter.handshake import DraftPlacement
 from specray.worker.remote_drafter.ring import ring_bytes
 
@@ -136,7 +137,7 @@ def demand_of(
 
     Elsewhere rank 0 has the drafter on its device, unless it is separate.
 
-    With `uses_cuda_ipc`, the ring of hidden states is in the device's memory. That of the trees is small.
+    With `uses_cuda_ipc`, the ring of hidden states and the trees are in the device's memory.
 
     On a CPU, all processes share the memory, and activations are left to `mem_fraction_static`.
     """
@@ -168,6 +169,7 @@ def demand_of(
             if uses_cuda_ipc and group.leads:
                 tokens = config.max_prefill_tokens + config.max_running_requests * _most_nodes(config)
                 dynamic += ring_bytes(tokens, _MANY_LAYERS * shape.hidden_size, dtype)
+                dynamic += tree_bytes(config.max_running_requests, _most_nodes(config))
     kv = shape.num_kv_layers * _layer_bytes(shape, kv_dtype(config, dtype))
     return Demand(kv + token, weights, dynamic, config.max_running_requests * shape.state_bytes)
 

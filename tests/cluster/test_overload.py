@@ -60,7 +60,7 @@ def test_clients_that_disconnect_at_any_byte_leak_nothing(warm_app: Any, stream:
 
 
 def descriptors() -> dict[int, int]:
-    """Numbers of open files and sockets of the proxy and every replica. A replica of before may end meanwhile."""
+    """Numbers of open files and sockets of the proxy and every replica. One of an earlier test may end meanwhile."""
     titles = ("ray::ProxyActor", "ray::ServeReplica:app:OpenAIIngress", "ray::ServeReplica:app:Router")
     found = {}
     for process in (process for title in titles for process in own_processes(title)):

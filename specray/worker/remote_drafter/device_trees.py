@@ -7,6 +7,8 @@ used twice, so trees that a replaced drafter still writes are not taken for its 
 those of a drafter in the target's process (`PendingTrees`), after they were copied.
 """
 
+import math
+
 import msgpack
 import torch
 from torch import Tensor
@@ -101,6 +103,11 @@ class DeviceMemory:
         if most_nodes not in self._trees:
             self._trees[most_nodes] = DeviceTrees.make(self._num_rows, most_nodes, self._device)
         return self._trees[most_nodes]
+
+
+def tree_bytes(num_rows: int, most_nodes: int) -> int:
+    """Of the regions of trees of up to `num_rows` requests and `most_nodes` nodes."""
+    return math.prod(_shape(num_rows, most_nodes)) * torch.int64.itemsize
 
 
 def _shape(num_rows: int, most_nodes: int) -> tuple[int, int, int]:

@@ -142,11 +142,11 @@ def test_lookahead_with_blocks_of_one_token() -> None:
     assert cache.match("", [5, 5, 5]) == path[:2]
 
 
-def test_detached_blocks_are_matched_no_more_but_kept_until_their_requests_end() -> None:
+def test_blocks_are_matched_no_more_after_a_reset_but_kept_until_their_requests_end() -> None:
     cache = RadixCache(BlockPool(9), 2)
     used = store(cache, "tenant", [1, 2, 3, 4])
     cache.lock(used)
-    cache.detach()
+    cache.reset()
     assert cache.match("tenant", [1, 2, 3, 4]) == []
     longer = cache.insert("tenant", used, (5, 6), cache.pool.allocate(1)[0])
     again = store(cache, "tenant", [1, 2, 3, 4])

@@ -119,6 +119,12 @@ def test_a_separate_drafter_is_not_placed_without_speculation() -> None:
             {"tp_size": 2, "draft": {"cuda_ipc": True}, "placement": {"across_nodes": True}},
             "set cuda_ipc: false, or across_nodes: false",
         ),
+        ({"draft": {"cuda_ipc": True}}, "no effect without a drafter"),
+        (
+            {"draft": {"cuda_ipc": True}, "speculative": {"algorithm": "NGRAM", "budget": "auto"}}
+            | {"disable_cuda_graph": True},
+            "set budget: static",
+        ),
         (SPLIT | {"draft": {"placement": "separate"}}, "on the same node.*set draft.placement: colocated"),
     ],
 )
