@@ -76,7 +76,7 @@ def test_output_of_transformers_modules_does_not_depend_on_graphs(
     write_decoder(name, tmp_path)
     options = {"model_impl": "transformers", "disable_overlap_schedule": True}
     plain = plain_output(tmp_path, **options)
-    require_plain_output("EAGLE3", tmp_path, tmp_path, plain, False, **options)
+    require_plain_output("EAGLE3", tmp_path, tmp_path, plain, **options)
     assert {kind for kind, *_ in graphs[-1].replayed} == {"forward", "verify", "draft"}
 
 

@@ -77,6 +77,8 @@ def drafting(toy: Path, texts: list[list[int]], tmp_path_factory: pytest.TempPat
 SCRIPTED = ["right", "random", "right-last"]
 SOME_DRAFTERS = ["none", *SOME_METHODS, *SCRIPTED]
 FEW_DRAFTERS = ["none", "EAGLE3", "right-last"]  # with KV of its own, and with drafts that are right
+# (page size, prefill chunk); chunks within a page and across pages come with every drafter, the others with a few.
+LAYOUTS, MORE_LAYOUTS = [(4, 2), (1, 5)], [(3, None), (64, 1), (16, 16)]
 
 
 @pytest.mark.parametrize("name", ["none", *DRAWS])
@@ -146,11 +148,11 @@ def test_output_does_not_depend_on_draft_limits(
     assert sum(choice.usage.num_draft_tokens for choice in choices if choice.usage) > 0
 
 
-@pytest.mark.parametrize("name", SOME_DRAFTERS)
-@pytest.mark.parametrize(("page_size", "chunk"), [(3, None), (64, 1), (4, 2), (1, 5), (16, 16)])
+@pytest.mark.parametrize(("layout", "name"), [*product(LAYOUTS, SOME_DRAFTERS), *product(MORE_LAYOUTS, FEW_DRAFTERS)])
 def test_output_does_not_depend_on_the_page_size_and_the_prefill_chunk(
-    name: str, page_size: int, chunk: int | None, toy: Path, plain: list[Completion], drafting: Drafting
+    name: str, layout: tuple[int, int | None], toy: Path, plain: list[Completion], drafting: Drafting
 ) -> None:
+    page_size, chunk = layout
     chunks = {} if chunk is None else {"chunked_prefill_size": chunk, "max_prefill_tokens": chunk + 3}
     require_equal(generate(toy, PROMPTS, SAMPLED, **drafting(name), **chunks, page_size=page_size), plain)
 
@@ -181,7 +183,7 @@ def test_output_does_not_depend_on_preemption(
     require_equal(seen, plain)
 
 
-@pytest.mark.parametrize("name", SOME_DRAFTERS)
+@pytest.mark.parametrize("name", [*FEW_DRAFTERS, "NGRAM"])  # n-grams are kept by salt, too
 def test_output_does_not_depend_on_the_cache_salt(
     name: str, toy: Path, plain: list[Completion], drafting: Drafting
 ) -> None:

@@ -53,10 +53,11 @@ def with_triton_experts(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -
 
 # These differ from others in sizes only, or on the host; transformers' modules are tried out, with numbers.
 SIZES = (
-    *("EAGLE3-wide", "EAGLE3-chain", "EAGLE-chain", "EAGLE-deep", "PARALLEL-chain"),
+    *("EAGLE3-wide", "EAGLE3-chain", "EAGLE3-repeated", "EAGLE-chain", "EAGLE-deep", "PARALLEL-chain"),
     *("NGRAM-short", "NGRAM-prob", "NGRAM-suffix", "MTP-mimo-v2"),
 )
 MERGED = ("EAGLE3-merged", "DSPARK-merged")  # on the host, which reads the trees
+LIKE_ANOTHER = ("EAGLE-map", "MTP-deepseek", "NEXTN")  # read the same of an order as EAGLE3 and MTP-stack
 
 
 @pytest.mark.parametrize("method", [None, *(name for name in METHODS if name not in SIZES + MERGED)])
@@ -77,14 +78,12 @@ def test_a_step_stays_on_its_gpu(
         worker.propose()
 
 
-@pytest.mark.parametrize("method", [name for name in KINDS if name not in MERGED])
+@pytest.mark.parametrize("method", [name for name in KINDS if name not in MERGED + LIKE_ANOTHER])
 def test_a_drafter_of_another_process_reads_its_hidden_states_on_its_gpu(
-    method: str, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, toy: Path, tmp_path: Path
 ) -> None:
     """The states cross through the host's memory."""
     config = configuration(toy, METHODS[method](toy, tmp_path))
-    if method == "MTP-deepseek":
-        config = with_triton_experts(config, monkeypatch)
     with fake_cuda(read=2):
         worker = start_worker(config)
         drafter = make_remote_drafter(config, remote_target_view(config), 512)
