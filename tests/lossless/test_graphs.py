@@ -62,9 +62,7 @@ def test_output_with_kv_in_float8_does_not_depend_on_graphs(
     toy: Path, tmp_path: Path, graphs: list[RecordedGraphs]
 ) -> None:
     plain = plain_output(toy, kv_cache_dtype="fp8_e5m2")
-    require_plain_output(
-        "EAGLE3", toy, tmp_path, plain, False, kv_cache_dtype="fp8_e5m2", disable_overlap_schedule=True
-    )
+    require_plain_output("EAGLE3", toy, tmp_path, plain, kv_cache_dtype="fp8_e5m2", disable_overlap_schedule=True)
     assert graphs[-1].replayed
 
 
