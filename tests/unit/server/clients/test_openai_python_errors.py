@@ -109,7 +109,7 @@ BAD_REQUESTS: dict[str, tuple[Json, str | None, str]] = {
     "tool-choice": (CHAT | {"tools": [TOOL], "tool_choice": "maybe"}, "tool_choice", "'none', 'auto' or 'required'"),
     "custom-tool-choice": (
         CHAT | {"tools": [TOOL], "tool_choice": {"type": "custom", "custom": {"name": "x"}}},
-        "tool_choice",
+        "tool_choice.type",
         "an object of type function or allowed_tools",
     ),
     "tool-choice-name": (
@@ -119,7 +119,7 @@ BAD_REQUESTS: dict[str, tuple[Json, str | None, str]] = {
     ),
     "hosted-tool-choice": (
         RESPONSE | {"tool_choice": {"type": "web_search"}},
-        "tool_choice",
+        "tool_choice.type",
         "tools that OpenAI runs cannot be chosen",
     ),
     "unknown-tool": (
