@@ -132,8 +132,9 @@ class TreeBuffers:
         if tree.scores is not None:
             self._scores[:rows, :width].copy_(tree.scores)
 
-    def trees(self, num_rows: int) -> DraftTree:
-        """The first trees that were put last."""
-        tokens, parents = self._nodes[:, :num_rows]
-        scores = self._scores[:num_rows] if self._has_scores else None
-        return DraftTree(tokens, parents, self._num_nodes[:num_rows], self.max_depth, scores=scores)
+    def trees(self, num_rows: int, num_nodes: int) -> DraftTree:
+        """The first trees that were put last, which have up to `num_nodes` nodes."""
+        tokens, parents = self._nodes[:, :num_rows, :num_nodes]
+        scores = self._scores[:num_rows, :num_nodes] if self._has_scores else None
+        depth = min(self.max_depth, num_nodes - 1)
+        return DraftTree(tokens, parents, self._num_nodes[:num_rows], depth, scores=scores)

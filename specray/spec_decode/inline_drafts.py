@@ -57,7 +57,8 @@ class InlineDrafts:
         self, tree: DraftTree, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]
     ) -> UnsizedTrees:
         self._pending.put(slots, tree)
-        return self.take_unsized(slots, roots, draft_limits)
+        taken, width = self.take_unsized(slots, roots, draft_limits), tree.tokens.shape[1]
+        return taken._replace(most_nodes=[min(count, width) for count in taken.most_nodes])
 
     def _read(self, taken: TakenTrees) -> tuple[DraftTree, list[int]]:
         tree, num_nodes, is_broken = self._pending.read(taken)

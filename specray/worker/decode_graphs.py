@@ -120,7 +120,7 @@ class DecodeGraphs:
         if not goes_on:
             return outcome, None
         self._graphs.replay(draft)
-        return outcome, self._step.drafts(len(batch.num_nodes))
+        return outcome, self._step.drafts(bucket, len(batch.num_nodes))
 
     def draft(self, batch: StepBatch, bucket: Bucket, drafts: DraftTree | None) -> Callable[[], DraftTree] | None:
         """What drafts for the next step after `verify`, which returned `drafts`; None if no graph does."""
@@ -140,7 +140,7 @@ class DecodeGraphs:
         if drafts is not None:
             return drafts
         self._graphs.replay(_draft_key(batch, bucket))
-        return self._step.drafts(len(batch.num_nodes))
+        return self._step.drafts(bucket, len(batch.num_nodes))
 
     def _seconds(self, keys: Sequence[Hashable], wait: Callable[[], object]) -> float:
         """The shorter of two times of these graphs, of which there may be none."""

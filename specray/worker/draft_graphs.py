@@ -72,7 +72,7 @@ class DraftGraphs:
     def _replay(self, context: ProposeContext, bucket: Bucket) -> DraftTree:
         self._load(context, bucket.rows)
         self._graphs.replay(self._key(bucket, any(context.are_sampled(context.requests))))
-        return self._drafts.trees(len(context.requests))
+        return self._drafts.trees(len(context.requests), bucket.nodes)
 
     def _load(self, context: ProposeContext, rows: int) -> None:
         """What a graph of `rows` rows reads, without waiting for the device. Rows behind the requests are padding."""

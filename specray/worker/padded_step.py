@@ -146,9 +146,9 @@ class PaddedStep:
         )
         self._drafts.put(drafter.draft(rows))
 
-    def drafts(self, num_rows: int) -> DraftTree:
+    def drafts(self, bucket: Bucket, num_rows: int) -> DraftTree:
         """The trees of the last `draft`."""
-        return self._drafts.trees(num_rows)
+        return self._drafts.trees(num_rows, bucket.nodes)
 
     def outcome(self, bucket: Bucket, num_rows: int) -> CopiedOutcome:
         """The outcome of `verify`; one copy to the host."""

@@ -211,3 +211,17 @@ def test_steps_of_more_requests_than_cuda_graph_max_bs_have_no_graph(toy: Path, 
     [recorded] = graphs
     assert {bucket.rows for _, bucket, *_ in recorded.captured} == {1, 2}
     assert recorded.replayed
+
+
+def test_limits_may_allow_larger_trees_than_there_is_a_bucket_for(
+    toy: Path, tmp_path: Path, graphs: list[RecordedGraphs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with 129 requests and trees of 8 nodes: by their depth they have 4, and so many a graph drafts."""
+    prompts, params = PROMPTS[:3], SAMPLED[:3]
+    plain = generate(toy, prompts, params, disable_cuda_graph=True)
+    monkeypatch.setattr("specray.worker.buckets.MAX_TOKENS", 3 * 4)
+    with make_llm(toy, max_running_requests=3, speculative=eagle(3, shape=(7, 1, 8))(toy, tmp_path)) as llm:
+        found = llm.generate(prompts, params, draft_limits=[DraftLimit(7, 3)] * 3)
+    require_equal([each.choices[0] for each in found], plain)
+    drafted = {key[1] for key in graphs[-1].replayed if key[0] == "draft"}  # type: ignore[index]
+    assert Bucket(3, 4) in drafted
