@@ -8,10 +8,11 @@ import inspect
 import json
 import re
 import unicodedata
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -220,8 +221,8 @@ class _ChatEncoder:
             self._words[template] = _TemplateWords(known, _Disguise(_hides_one_of_each(specials, constants)))
         return self._words[template]
 
-    def marks(self, text: str, encoding: Encoding | None = None, shift: int = 0) -> list[_Mark]:
-        """Special tokens that `text` spells; their positions are moved by `shift` characters.
+    def marks(self, text: str, encoding: Encoding | None = None) -> list[_Mark]:
+        """Special tokens that `text` spells.
 
         Characters outside the vocabulary are encoded as the unknown token, which is special in some models; they are
         no marks.
@@ -232,7 +233,7 @@ class _ChatEncoder:
             content, covered = self._specials.get(token), text[start:end]
             if content is not None and (token not in self._unknown or covered.strip() == content.strip()):
                 left, right = len(covered) - len(covered.lstrip()), len(covered) - len(covered.rstrip())
-                found.append(_Mark(token, start + left + shift, end - right + shift))
+                found.append(_Mark(token, start + left, end - right))
         return found
 
     def encode_marked(self, text: str, marks: list[_Mark]) -> list[int]:
@@ -342,7 +343,7 @@ def _template_marks(
             rendered = _render(tokenizer, _disguised(chat, disguise, words.known))
         except InvalidRequestError:  # the template inspects contents and rejects these
             continue
-        written = list(_visible_marks(encoder, rendered))
+        written = _visible_marks(encoder, rendered)
         if rendered.translate(_EVERYTHING) == text.translate(_EVERYTHING) and all(
             rendered[mark.start : mark.end] == text[mark.start : mark.end] for mark in written
         ):
@@ -450,8 +451,16 @@ def _disguised(chat: _Chat, disguise: _Disguise, known: frozenset[str]) -> _Chat
     )
 
 
-def _visible_marks(encoder: _ChatEncoder, rendered: str) -> Iterator[_Mark]:
-    """The special tokens in a rendering whose characters are all visible."""
-    for visible in _VISIBLE.finditer(rendered):
-        if visible[0].translate(_EVERYTHING) != visible[0]:  # not only what is never disguised
-            yield from encoder.marks(visible[0], shift=visible.start())
+def _visible_marks(encoder: _ChatEncoder, rendered: str) -> list[_Mark]:
+    """The special tokens in a rendering whose characters are all visible.
+
+    It is encoded at once, with one character for each disguised text.
+    """
+    pieces = [(visible.start(), visible[0]) for visible in _VISIBLE.finditer(rendered)]
+    places = [0, *accumulate(len(text) + 1 for _, text in pieces)]  # of the pieces in what is encoded
+    moved = []
+    for mark in encoder.marks(chr(_HIDDEN).join(text for _, text in pieces)):
+        index = bisect_right(places, mark.start) - 1
+        shift = pieces[index][0] - places[index]
+        moved.append(_Mark(mark.token, mark.start + shift, mark.end + shift))
+    return moved

@@ -254,6 +254,23 @@ def test_chats_with_reasoning_are_encoded_as_by_transformers_and_special_tokens_
         assert ids == reference(tokenizer, messages)
 
 
+def test_a_chat_is_encoded_a_few_times_however_often_characters_are_disguised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call for each text between two of them took seconds for a text of 100,000."""
+    tokenizer, num_calls, encode = toy_tokenizer(THINKING), 0, _ChatEncoder.encode
+
+    def count(self: _ChatEncoder, text: str) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        return encode(self, text)
+
+    render_chat(tokenizer, user("x"))  # which reads the template's constants
+    monkeypatch.setattr(_ChatEncoder, "encode", count)
+    messages = [*user("a>" * 2000 + "a |" * 2000), {"role": "assistant", "content": "1</think>2<|end|>"}]
+    ids = render_chat(tokenizer, messages)
+    assert specials_in(tokenizer, ids) == ["<|user|>", "<|end|>", "<|assistant|>", "<|end|>", "<|assistant|>"]
+    assert num_calls <= 3
+
+
 @pytest.mark.parametrize(
     "messages",
     [[], [{"role": "user"}], user(None), user(3), user("\ud800"), [{}]],
