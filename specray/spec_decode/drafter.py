@@ -141,6 +141,14 @@ class UnsizedTrees(NamedTuple):
     wait_for_sizes: Callable[[], tuple[DraftTree, list[int]]]  # the second half of `collect`
 
 
+class EarlyStep(NamedTuple):
+    """A step of R requests whose outcome is on the device, but not on the host yet."""
+
+    requests: list[DraftRequest]  # their bounds are not known: 0
+    outcome: Tensor  # int64 [R, 2 + 2 * N], see StepOutput
+    states: Tensor | None  # [R * N, any], the hidden states of the nodes that each keeps, in order; None: nobody reads
+
+
 class TreeRows(NamedTuple):
     """The B requests of a step."""
 
@@ -181,6 +189,13 @@ class DraftSource(Protocol):
         """
 
     def submit(self, context: ProposeContext) -> None: ...
+
+    def draft_early(self, step: EarlyStep) -> DraftTree | None:
+        """Let the drafter of another process draft after a step before the host has its outcome.
+
+        Returns the trees, for `take_next` alone, because they are not complete yet. Then `submit` only tells the
+        drafter what the step has committed. None: the drafter waits for `submit`.
+        """
 
     def take_unsized(self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]) -> "UnsizedTrees | None":
         """The first half of `collect`, which does not wait for the drafter; None if `collect` cannot be divided."""

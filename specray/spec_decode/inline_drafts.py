@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.drafter import Drafter, DraftFaultError, TreeRows, UnsizedTrees, composite_of
+from specray.spec_decode.drafter import (
+    Drafter,
+    DraftFaultError,
+    EarlyStep,
+    TreeRows,
+    UnsizedTrees,
+    composite_of,
+)
 from specray.spec_decode.pending_trees import PendingTrees, TakenTrees
 from specray.spec_decode.propose_context import ProposeContext
 from specray.spec_decode.tree_edits import limited
@@ -38,13 +45,16 @@ class InlineDrafts:
     def submit(self, context: ProposeContext) -> None:
         start = time.perf_counter()
         try:
-            tree = limited(self.drafter.propose(context), context.draft_limits)
+            tree = self.drafter.propose(context)
         except DraftFaultError as fault:
             self._faults.append(fault.kind)
             return
         if context.requests and not context.are_drafts_taken:
-            self._pending.put(context.bounds[0][: len(context.requests)], tree)
+            self._pending.put(context.bounds[0][: len(context.requests)], limited(tree, context.draft_limits))
         self.seconds = time.perf_counter() - start
+
+    def draft_early(self, step: EarlyStep) -> None:
+        """A graph of the target drafts, or `submit`."""
 
     def collect(self, rows: TreeRows, draft_limits: Sequence[DraftLimit]) -> tuple[DraftTree, list[int]]:
         return self._read(self._pending.take(rows.slots, rows.roots, draft_limits))

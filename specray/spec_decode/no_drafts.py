@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from specray.spec_decode.draft_tree import NONE, DraftTree
-from specray.spec_decode.drafter import TreeRows, UnsizedTrees
+from specray.spec_decode.drafter import EarlyStep, TreeRows, UnsizedTrees
 from specray.spec_decode.propose_context import ProposeContext
 from specray.step import DrafterUse, DraftFault, DraftLimit
 
@@ -28,6 +28,9 @@ class NoDrafts:
         self.scores: list[list[float]] = []
 
     def submit(self, context: ProposeContext) -> None:
+        """There is nothing to draft with."""
+
+    def draft_early(self, step: EarlyStep) -> None:
         """There is nothing to draft with."""
 
     def take_unsized(self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]) -> None:

@@ -64,4 +64,4 @@ def limited(tree: DraftTree, limits: Sequence[DraftLimit]) -> DraftTree:
     steps = [limit.num_steps for limit in limits]
     if not steps or min(steps) >= tree.max_depth:
         return tree
-    return limit_depth(tree, torch.tensor(steps).to(tree.tokens.device))
+    return limit_depth(tree, torch.tensor(steps).to(tree.tokens.device, non_blocking=True))

@@ -13,11 +13,13 @@ import torch
 
 from specray.ops.graphs import Graphs
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.drafter import DeviceDrafter, DraftSource
+from specray.spec_decode.drafter import DeviceDrafter, DraftSource, EarlyStep
 from specray.spec_decode.node_sampler import NodeSampler
 from specray.spec_decode.request_table import RequestTable
-from specray.step import BucketSeconds
+from specray.spec_decode.tree_edits import limited
+from specray.step import BucketSeconds, DraftLimit
 from specray.worker.buckets import Bucket, buckets, smallest_bucket
+from specray.worker.draft_context import early_requests
 from specray.worker.input_batch import StepBatch
 from specray.worker.model_runner import ForwardOutput, ModelRunner
 from specray.worker.padded_step import CopiedOutcome, PaddedStep
@@ -87,8 +89,9 @@ class DecodeGraphs:
             for bucket in self._buckets
         ]
 
-    def bucket(self, batch: StepBatch, num_drafts: int) -> Bucket | None:
+    def bucket(self, batch: StepBatch, draft_limits: Sequence[DraftLimit]) -> Bucket | None:
         """The smallest bucket for a step and, if there is one, for the drafts of each tree after it; None: no graph."""
+        num_drafts = max((limit.num_tokens for limit in draft_limits), default=0)
         if not batch.only_decodes:
             return None
         self.fit_drafter()
@@ -106,34 +109,38 @@ class DecodeGraphs:
             list(range(0, len(batch.num_nodes) * bucket.nodes, bucket.nodes)),
         )
 
-    def verify(self, batch: StepBatch, bucket: Bucket, may_draft: bool) -> tuple[CopiedOutcome, DraftTree | None]:
+    def verify(
+        self, batch: StepBatch, bucket: Bucket, draft_limits: Sequence[DraftLimit]
+    ) -> tuple[CopiedOutcome, DraftTree | None]:
         """Verify the trees of the last `forward` and keep the accepted paths.
 
-        `may_draft`: all rows may get drafts. If those of the last step were taken, the device goes on with them, and
-        nobody has to take them: they are the trees that are returned.
+        `draft_limits`: see StepWants. The trees are those of the next step, if they are made without the host.
         """
-        is_filtered, draft = self._step.is_sharded and _is_filtered(batch), _draft_key(batch, bucket)
+        is_filtered = self._step.is_sharded and _is_filtered(batch)
         self._graphs.replay(("verify", bucket, _is_sampled(batch), is_filtered))
         outcome = self._step.outcome(bucket, len(batch.num_nodes))
-        goes_on = self._may_go_on and may_draft and self.were_drafts_taken and self._can_draft(batch, draft)
+        goes_on = self._may_go_on and draft_limits and not _has_predictions(batch)
+        drafts = self._draft_early(batch, bucket, draft_limits) if goes_on else None
         self.were_drafts_taken = False
-        if not goes_on:
-            return outcome, None
+        return outcome, drafts
+
+    def _draft_early(self, batch: StepBatch, bucket: Bucket, draft_limits: Sequence[DraftLimit]) -> DraftTree | None:
+        """Go on with the trees after this step, if those before were taken; nobody has to take them."""
+        count = len(batch.num_nodes)
+        if self.waits_on_device:
+            states = self._step.kept_states(bucket, count) if self._drafts.aux_hidden_state_layers else None
+            requests = early_requests(batch.rows.states, draft_limits)
+            return self._drafts.draft_early(EarlyStep(requests, self._step.device_outcome(bucket, count), states))
+        if not self.were_drafts_taken or (draft := _draft_key(batch, bucket)) not in self._graphs:
+            return None
         self._graphs.replay(draft)
-        return outcome, self._step.drafts(bucket, len(batch.num_nodes))
+        return limited(self._step.drafts(bucket, count), draft_limits)
 
     def draft(self, batch: StepBatch, bucket: Bucket, drafts: DraftTree | None) -> Callable[[], DraftTree] | None:
         """What drafts for the next step after `verify`, which returned `drafts`; None if no graph does."""
-        if not self._can_draft(batch, _draft_key(batch, bucket)):
+        if drafts is None and (_draft_key(batch, bucket) not in self._graphs or _has_predictions(batch)):
             return None
         return lambda: self._take_drafts(batch, bucket, drafts)
-
-    def _can_draft(self, batch: StepBatch, draft: Hashable) -> bool:
-        """Whether a graph may draft after this step.
-
-        The host makes chains of predicted tokens, which may be longer than the paths that a graph reads.
-        """
-        return draft in self._graphs and not any(state.predicted_token_ids for state in batch.rows.states)
 
     def _take_drafts(self, batch: StepBatch, bucket: Bucket, drafts: DraftTree | None) -> DraftTree:
         self.were_drafts_taken = True
@@ -184,6 +191,11 @@ class DecodeGraphs:
 
 def _draft_key(batch: StepBatch, bucket: Bucket) -> Hashable:
     return "draft", bucket, _is_sampled(batch)
+
+
+def _has_predictions(batch: StepBatch) -> bool:
+    """Then the host makes chains of predicted tokens, which may be longer than the paths that a graph reads."""
+    return any(state.predicted_token_ids for state in batch.rows.states)
 
 
 def _is_sampled(batch: StepBatch) -> bool:

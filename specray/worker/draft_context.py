@@ -6,17 +6,23 @@ import torch
 from torch import Tensor
 
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
+from specray.spec_decode.request_state import RequestState
 from specray.spec_decode.request_table import RequestTable
 from specray.step import DraftLimit, StepPlan
 from specray.worker.step_backend import StepOutcome
 
 
 def draft_context(
-    table: RequestTable, plan: StepPlan, outcome: StepOutcome, took_part: Sequence[bool], missed: Collection[int]
+    table: RequestTable,
+    plan: StepPlan,
+    outcome: StepOutcome,
+    took_part: Sequence[bool],
+    missed: Collection[int],
+    are_drafts_taken: bool,
 ) -> ProposeContext:
     """The context of the rows with finite logits, once the host has committed them.
 
-    `took_part`: rows that had not ended before the step. `missed`: see `ProposeContext.missed_kv_slots`.
+    `took_part`: rows that had not ended before the step. The others: see ProposeContext.
     """
     batch, output, computed, replay = outcome.batch, outcome.output, outcome.computed, outcome.replay
     rows, sampling = batch.rows, set(batch.rows.sampling)
@@ -47,8 +53,14 @@ def draft_context(
         others,
         gather if computed.aux_hidden_states else None,
         missed,
-        replay if len(drafting) == len(rows.states) else None,
+        replay if are_drafts_taken or len(drafting) == len(rows.states) else None,
+        are_drafts_taken,
     )
+
+
+def early_requests(states: Sequence[RequestState], limits: Sequence[DraftLimit]) -> list[DraftRequest]:
+    """The requests of an EarlyStep."""
+    return [DraftRequest(state.slot, 0, 0, _useful(limit)) for state, limit in zip(states, limits, strict=True)]
 
 
 def _useful(limit: DraftLimit) -> DraftLimit:

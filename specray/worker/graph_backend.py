@@ -1,6 +1,7 @@
 """Steps as CUDA graphs. What has no graph runs as without them."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,7 +11,7 @@ from specray.spec_decode.drafter import UnsizedTrees
 from specray.spec_decode.node_sampler import NodeSampler
 from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.verifier import can_verify_padded
-from specray.step import BucketSeconds
+from specray.step import BucketSeconds, DraftLimit
 from specray.worker.buckets import Bucket
 from specray.worker.decode_graphs import DecodeGraphs
 from specray.worker.input_batch import StepBatch
@@ -65,10 +66,10 @@ class GraphBackend:
         # Only graphs bring states behind drafts that other graphs computed.
         bucket = None
         if verifies or self.runner.states is None:
-            bucket = self._graphs.bucket(batch, wants.num_drafts)
+            bucket = self._graphs.bucket(batch, wants.draft_limits)
         if bucket is None and batch.wait_for_sizes is not None:
             batch = batch.with_sizes()
-            bucket = self._graphs.bucket(batch, wants.num_drafts)
+            bucket = self._graphs.bucket(batch, wants.draft_limits)
         if bucket is None:
             self._graphs.were_drafts_taken = False
             return self._eager.begin(batch, wants)
@@ -76,7 +77,7 @@ class GraphBackend:
         if not verifies:
             self._graphs.were_drafts_taken = False
             return GraphPass(batch, computed, bucket, None)
-        outcome, drafts = self._graphs.verify(batch, bucket, wants.num_drafts > 0)
+        outcome, drafts = self._graphs.verify(batch, bucket, wants.draft_limits)
         return GraphPass(batch, computed, bucket, outcome, drafts=drafts)
 
     def can_begin_after(self, before: Pass) -> bool:
@@ -84,7 +85,7 @@ class GraphBackend:
             return False
         return before.drafts is not None or before.batch.tree.max_depth == 0
 
-    def begin_after(self, before: Pass, drafted: UnsizedTrees | None, num_drafts: int) -> GraphPass:
+    def begin_after(self, before: Pass, drafted: UnsizedTrees | None, draft_limits: Sequence[DraftLimit]) -> GraphPass:
         assert isinstance(before, GraphPass)
         assert before.outcome is not None
         self._table.flush()
@@ -96,10 +97,10 @@ class GraphBackend:
                 tree=drafted.tree, num_nodes=drafted.most_nodes, wait_for_sizes=drafted.wait_for_sizes
             )
             self._graphs.were_drafts_taken = True
-        bucket = self._graphs.bucket(batch, num_drafts)
+        bucket = self._graphs.bucket(batch, draft_limits)
         assert bucket is not None, "the step before had one"
         computed = self._graphs.forward(batch, bucket, returns_logits=False)
-        outcome, drafts = self._graphs.verify(batch, bucket, num_drafts > 0)
+        outcome, drafts = self._graphs.verify(batch, bucket, draft_limits)
         return GraphPass(batch, computed, bucket, outcome, drafts=drafts)
 
     def has_ended(self, started: Pass) -> bool:

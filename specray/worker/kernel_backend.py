@@ -1,6 +1,7 @@
 """Steps by the CPU kernels: a pass runs beside the host, and verifies its trees where it can."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specray.layers.parallel import RankGroup
@@ -12,6 +13,7 @@ from specray.spec_decode.drafter import UnsizedTrees
 from specray.spec_decode.node_sampler import NodeSampler, coupled
 from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.verify_batch import VerifyOutput
+from specray.step import DraftLimit
 from specray.worker.input_batch import StepBatch, build_batch
 from specray.worker.model_runner import ForwardOutput, ModelRunner
 from specray.worker.step_backend import Pass, StepOutcome, StepWants
@@ -60,7 +62,12 @@ class KernelBackend(TorchBackend):
         is_greedy = isinstance(before.computed.logits, LargestLogits)
         return self._group.size == 1 and is_greedy and before.batch.tree.max_depth == 0
 
-    def begin_after(self, before: Pass, drafted: UnsizedTrees | None, num_drafts: int) -> KernelPass:  # noqa: ARG002
+    def begin_after(
+        self,
+        before: Pass,
+        drafted: UnsizedTrees | None,
+        draft_limits: Sequence[DraftLimit],  # noqa: ARG002
+    ) -> KernelPass:
         assert isinstance(before, KernelPass)
         assert drafted is None
         rows = before.batch.rows

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specray.ops.attention import recordable
 from specray.ops.host_copy import HostCopy
-from specray.ops.step_tensors import RaggedIndex, tokens_of
+from specray.ops.step_tensors import RaggedIndex, nodes_of, tokens_of
 from specray.spec_decode.draft_tree import NONE, DraftTree, TreeBuffers
 from specray.spec_decode.drafter import DeviceDrafter
 from specray.spec_decode.node_sampler import NodeSampler, PaddedSampler
@@ -152,7 +152,17 @@ class PaddedStep:
 
     def outcome(self, bucket: Bucket, num_rows: int) -> CopiedOutcome:
         """The outcome of `verify`; one copy to the host."""
-        return CopiedOutcome(self._outcome_of(bucket)[:num_rows])
+        return CopiedOutcome(self.device_outcome(bucket, num_rows))
+
+    def device_outcome(self, bucket: Bucket, num_rows: int) -> Tensor:
+        """It on the device, until the next `verify`."""
+        return self._outcome_of(bucket)[:num_rows]
+
+    def kept_states(self, bucket: Bucket, num_rows: int) -> Tensor:
+        """The hidden states of the nodes that `verify` has kept, [num_rows * nodes, any], and some behind them."""
+        nodes = nodes_of(self.device_outcome(bucket, num_rows))
+        roots = torch.arange(0, num_rows * bucket.nodes, bucket.nodes, device=nodes.device)
+        return self._aux.index_select(0, (roots[:, None] + nodes).flatten())
 
     def logits(self, bucket: Bucket, num_nodes: list[int]) -> Tensor:
         """This rank's columns [sum of num_nodes, columns] of the trees' nodes."""

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import UnsizedTrees
-from specray.step import BucketSeconds
+from specray.step import BucketSeconds, DraftLimit
 from specray.worker.input_batch import StepBatch
 from specray.worker.model_runner import ForwardOutput, ModelRunner
 from specray.worker.step_output import StepOutput
@@ -22,7 +22,7 @@ class StepWants:
 
     aux_hidden_state_layers: Sequence[int]  # see TargetModel; empty if nobody reads them
     has_grammar: bool  # any request has one. Rank 0 alone knows the masks, but all ranks must make the same choices
-    num_drafts: int  # most drafts of a tree after this step; 0: some rows may get none
+    draft_limits: Sequence[DraftLimit]  # of the trees after this step; empty: some rows may get none
 
 
 @dataclass(slots=True)
@@ -31,7 +31,7 @@ class Pass:
 
     batch: StepBatch
     computed: ForwardOutput
-    # Trees for the next step, which the device makes after this one; None: `DraftSource.submit` makes them.
+    # Trees for the next step, which are made after this one without the host; None: `DraftSource.submit` makes them.
     drafts: DraftTree | None = field(default=None, kw_only=True)
 
 
@@ -82,10 +82,10 @@ class StepBackend(Protocol):
         Ranks agree on this. If it is True, they exchange nothing in `finish`.
         """
 
-    def begin_after(self, before: Pass, drafted: UnsizedTrees | None, num_drafts: int) -> Pass:
+    def begin_after(self, before: Pass, drafted: UnsizedTrees | None, draft_limits: Sequence[DraftLimit]) -> Pass:
         """Start such a step. The table has its KV slots.
 
-        `drafted` are its trees, taken from `before.drafts`; None: it verifies none. `num_drafts`: see StepWants.
+        `drafted` are its trees, taken from `before.drafts`; None: it verifies none. `draft_limits`: see StepWants.
         """
 
     def has_ended(self, started: Pass) -> bool:

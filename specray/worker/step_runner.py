@@ -11,7 +11,6 @@ from specray.spec_decode.drafter import DraftSource
 from specray.spec_decode.propose_context import ProposeContext
 from specray.spec_decode.request_state import RequestState
 from specray.spec_decode.request_table import RequestTable
-from specray.spec_decode.tree_edits import limited
 from specray.step import DraftLimit, RequestResult, StepPlan, StepResult, StepTimes
 from specray.structured_output.matchers import GrammarTable
 from specray.worker.broadcast import DraftSizes, adopt_sizes, broadcast_tree
@@ -86,7 +85,7 @@ class StepRunner:
         wants = StepWants(
             self.drafts.aux_hidden_state_layers if plan.runs_drafter and self.drafts.reads_context else (),
             has_grammar,
-            _num_drafts(plan),
+            _draft_limits(plan),
         )
         return StartedStep(plan, self._backend.begin(batch, wants), prepared - start, prepared, draft_seconds)
 
@@ -125,10 +124,9 @@ class StepRunner:
             self._table.extend(row.slot, [], row.new_block_ids)
         if before.drafts is not None:
             slots, limits = before.batch.rows.slots, [row.draft_limit for row in plan.rows]
-            tree = limited(before.drafts, [row.draft_limit for row in last.plan.rows])
-            drafted = self.drafts.take_next(tree, slots, self._table.last_tokens(slots), limits)
+            drafted = self.drafts.take_next(before.drafts, slots, self._table.last_tokens(slots), limits)
             last = last._replace(are_drafts_taken=True)
-        started = self._backend.begin_after(before, drafted, _num_drafts(plan))
+        started = self._backend.begin_after(before, drafted, _draft_limits(plan))
         return last, StartedStep(plan, started, 0.0, start, 0.0, is_early=True)
 
     def finish(self, step: StartedStep) -> StepResult:
@@ -209,13 +207,10 @@ class StepRunner:
                 results[row] = results[row]._replace(draft_scores=scores)
         if any(state.traces_drafts for state in rows.states):
             results = with_traces(results, batch, output)
-        context = None
         if plan.runs_drafter and self.drafts.reads_context:
             took_part = [not result.is_deferred for result in results]
-            context = draft_context(self._table, plan, outcome, took_part, self._missed)
-        # The next step has overwritten the hidden states, which a request that failed makes the drafter read again.
-        if context is not None and not (are_drafts_taken and context.replay is None):
-            self._context, self._missed = replace(context, are_drafts_taken=are_drafts_taken), set()
+            context = draft_context(self._table, plan, outcome, took_part, self._missed, are_drafts_taken)
+            self._context, self._missed = context, set()
         elif self.drafts.reads_context:
             for state, first in zip(rows.states, starts, strict=True):
                 written = self._table.host_kv_slots[state.slot, first : state.num_computed_tokens]
@@ -247,10 +242,10 @@ class StepRunner:
         )
 
 
-def _num_drafts(plan: StepPlan) -> int:
-    """Most drafts of a tree after this step; 0: some requests may get none."""
-    may_draft = plan.runs_drafter and all(row.draft_limit.allows_drafts for row in plan.rows)
-    return max(row.draft_limit.num_tokens for row in plan.rows) if may_draft else 0
+def _draft_limits(plan: StepPlan) -> list[DraftLimit]:
+    """See StepWants."""
+    limits = [row.draft_limit for row in plan.rows]
+    return limits if plan.runs_drafter and all(limit.allows_drafts for limit in limits) else []
 
 
 def needs_result(state: RequestState) -> bool:

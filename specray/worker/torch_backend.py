@@ -1,6 +1,7 @@
 """Steps by torch's operations and Triton's: the reference, on any device."""
 
 import time
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from specray.spec_decode.shard_verifier import verify_shards
 from specray.spec_decode.step_ops import step_ops
 from specray.spec_decode.verifier import verify
 from specray.spec_decode.verify_batch import VerifyInput, VerifyOutput
-from specray.step import BucketSeconds
+from specray.step import BucketSeconds, DraftLimit
 from specray.worker.broadcast import broadcast_output
 from specray.worker.input_batch import StepBatch, build_batch
 from specray.worker.model_runner import ForwardOutput, ModelRunner
@@ -50,7 +51,12 @@ class TorchBackend:
     def can_begin_after(self, before: Pass) -> bool:  # noqa: ARG002
         return False
 
-    def begin_after(self, before: Pass, drafted: UnsizedTrees | None, num_drafts: int) -> Pass:  # noqa: ARG002
+    def begin_after(
+        self,
+        before: Pass,  # noqa: ARG002
+        drafted: UnsizedTrees | None,  # noqa: ARG002
+        draft_limits: Sequence[DraftLimit],  # noqa: ARG002
+    ) -> Pass:
         raise AssertionError("can_begin_after is False")
 
     def has_ended(self, started: Pass) -> bool:  # noqa: ARG002

@@ -1,4 +1,4 @@
-"""Trees in a GPU's memory that two processes share, by real CUDA IPC and the kernels that poll.
+"""Outcomes and trees in a GPU's memory that two processes share, by real CUDA IPC and the kernels that poll.
 
 tests/unit/worker/remote_drafter/test_device_trees.py is the CPU twin. Without an MPS daemon the processes take turns.
 """
@@ -25,14 +25,16 @@ def trees(number: int) -> list[TreeLists]:
 
 
 def draft(pipe: Connection) -> None:
-    """The drafter's process: trees of the orders that it is sent, whose kernels run late."""
+    """The drafter's process, which makes trees of the outcomes; its kernels run late."""
     device = torch.device("cuda")
     ours = DeviceTrees.open(pipe.recv_bytes(), *SIZE, device)
     pipe.send("ready")
     while (order := pipe.recv()) is not None:
         with torch.inference_mode():
             torch.cuda._sleep(1 << 26)
-            ours.put(*order, DraftTree.from_lists(trees(order[1]), device))
+            tree = DraftTree.from_lists(trees(0), device)
+            tree.tokens[:, 0].copy_(ours.outcome(order[0], SIZE[0], 1)[:, 2])
+            ours.put(*order, tree)
 
 
 def test_a_device_takes_trees_of_another_process_when_they_come_and_waits_no_longer_than_it_may() -> None:
@@ -46,7 +48,9 @@ def test_a_device_takes_trees_of_another_process_when_they_come_and_waits_no_lon
     with torch.inference_mode():
         for number in range(1, 3 * NUM_REGIONS):
             region = number % NUM_REGIONS
-            ours.send((region, number))
+            torch.cuda._sleep(1 << 28)
+            memory.put_outcome(region, torch.full((SIZE[0], 4), number, device="cuda"))
+            ours.send((region, number))  # before the device has the outcome
             tree, in_time = memory.get(region, number, SIZE[0], 60.0)
             assert in_time.wait().tolist() == [1]
             assert tree.to_lists() == trees(number)

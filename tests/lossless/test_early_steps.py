@@ -2,41 +2,51 @@
 
 import socket
 import threading
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from specray.channel import Channel
+from specray.channel import Channel, ChannelClosedError
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.engine.engine import Engine
 from specray.engine.executor import Capacity
 from specray.engine.request import EngineRequest
 from specray.models.tokenizer import load_tokenizer
+from specray.ops.host_copy import HostCopy
 from specray.sampling_params import SamplingParams
 from specray.spec_decode.draft_tree import DraftTree
 from specray.step import StepPlan, StepResult
 from specray.step_wire import pack, unpack_result
 from specray.testing.conformance import PROMPTS, SAMPLED, require_equal
 from specray.worker.padded_step import CopiedOutcome
-from specray.worker.remote_drafter import source
+from specray.worker.remote_drafter import server, source
 from specray.worker.remote_drafter.device_trees import DeviceTrees
+from specray.worker.remote_drafter.ring import NUM_REGIONS
+from specray.worker.remote_drafter.server import DraftServer, make_draft_server, remote_target_view
 from specray.worker.startup import start_worker
 from specray.worker.step_loop import StepLoop
 from specray.worker.warm_up import warm_up
 from specray.worker.worker import Worker
-from tests.support.colocated import colocated_worker
+from tests.support.colocated import colocated_worker, serving
 from tests.support.engine import generate, make_llm
 from tests.support.fake_ipc import fake_ipc
 from tests.support.graph_stand_in import recorded_graphs
-from tests.support.host_events import host_events, launches_in
+from tests.support.host_events import LAUNCH, host_events, launches_in
+from tests.support.host_reads import HostReads
 from tests.support.methods import METHODS
 
 EPOCH = 7
 NAMES = ["EAGLE3", "MTP-stack", "STANDALONE-tree"]
 SOME = slice(0, 4)  # of the prompts
+GREEDY = SamplingParams(temperature=0.0, seed=0, max_tokens=30, ignore_eos=True)
+ORDER = "order"
+COUNTS = [f"specray_spec_decode_num_{name}_total" for name in ("drafts", "draft_tokens", "accepted_tokens")]
 
 
 @pytest.fixture
@@ -177,7 +187,28 @@ def ready(connection: socket.socket) -> bool:
     return Channel(connection, EPOCH).poll(0.0)
 
 
-def colocated_config(toy: Path, folder: Path, num_requests: int) -> EngineConfig:
+@pytest.fixture
+def long_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a busy machine."""
+    for name in ("LEAST_WAIT_S", "FIRST_WAIT_S", "FROZEN_S"):
+        monkeypatch.setattr(source, name, 60.0)
+
+
+@pytest.fixture
+def prompt_replies(monkeypatch: pytest.MonkeyPatch, long_waits: None) -> None:  # noqa: ARG001
+    """The target finds each reply, as if its own steps took longer than the drafter."""
+    receive = source._Peer.receive
+
+    def awaiting(peer: Any, pending: Any) -> bool:
+        while peer._unanswered:
+            assert peer._channel.poll(60.0)
+            assert not receive(peer, pending)
+        return receive(peer, pending)
+
+    monkeypatch.setattr(source._Peer, "receive", awaiting)
+
+
+def colocated_config(toy: Path, folder: Path, num_requests: int, name: str = "EAGLE3") -> EngineConfig:
     return EngineConfig(
         model=str(toy),
         dtype="float32",
@@ -185,13 +216,14 @@ def colocated_config(toy: Path, folder: Path, num_requests: int) -> EngineConfig
         num_threads=1,
         max_total_tokens=1024,
         max_running_requests=num_requests,
-        speculative=METHODS["EAGLE3"](toy, folder),
+        speculative=METHODS[name](toy, folder),
     )
 
 
 def engine_of(worker: Worker, config: EngineConfig) -> Engine:
     """An engine in this process over a worker whose drafter is connected."""
-    worker.capacity = worker.capacity._replace(max_draft_tokens=worker.drafts.max_draft_tokens)
+    sizes = {"max_draft_tokens": worker.drafts.max_draft_tokens, "max_plans": 2}
+    worker.capacity = worker.capacity._replace(**sizes)
     return Engine(config, StepLoop(worker), load_tokenizer(Path(config.model)).backend_tokenizer)
 
 
@@ -205,31 +237,100 @@ def tokens_of(engine: Engine, prompts: list[list[int]], params: list[SamplingPar
     return list(tokens.values())
 
 
-@pytest.mark.parametrize("uses_cuda_ipc", [False, True], ids=["socket", "memory"])
+@pytest.mark.usefixtures("long_waits")
 def test_the_host_reads_nothing_between_an_outcome_and_the_next_launch_with_a_drafter_in_another_process(
-    uses_cuda_ipc: bool,
-    toy: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    begun: Counter[tuple[bool, bool]],
+    toy: Path, tmp_path: Path, begun: Counter[tuple[bool, bool]]
 ) -> None:
-    """It drafts after the outcome, whose tokens it is sent. Its trees are known to the host, or the device waits."""
-    for name in ("LEAST_WAIT_S", "FIRST_WAIT_S", "FROZEN_S"):  # for a busy machine
-        monkeypatch.setattr(source, name, 30.0)
+    """It drafts after the outcome, whose tokens it is sent, and its trees are known to the host."""
     config = colocated_config(toy, tmp_path, 1)
-    params = SamplingParams(temperature=0.0, seed=0, max_tokens=30, ignore_eos=True)
-    [plain] = generate(toy, [[5, 6, 7]], params, disable_cuda_graph=True)
-    with fake_ipc(), colocated_worker(config, tmp_path, uses_cuda_ipc) as worker:
+    [plain] = generate(toy, [[5, 6, 7]], GREEDY, disable_cuda_graph=True)
+    with colocated_worker(config, tmp_path) as worker:
         begun.clear()
         engine = engine_of(worker, config)
         with host_events() as events:
-            [tokens] = tokens_of(engine, [[5, 6, 7]], [params])
+            [tokens] = tokens_of(engine, [[5, 6, 7]], [GREEDY])
     assert tokens == plain.token_ids
     assert begun[False, True] > 5, begun
     assert launches_in(events).without_reads >= begun[False, True] - 1, events
-    values = engine.stats.values
-    assert values["specray_spec_decode_num_draft_tokens_total"] > 10
-    assert values["specray_late_drafts_total"] == 0
+    assert engine.stats.values["specray_spec_decode_num_draft_tokens_total"] > 10
+    assert engine.stats.values["specray_late_drafts_total"] == 0
+
+
+@pytest.mark.usefixtures("prompt_replies")
+def test_a_drafter_in_another_process_is_told_to_draft_before_the_host_has_the_outcome(
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: Counter[tuple[bool, bool]]
+) -> None:
+    """The target's host reads nothing between an outcome and the next launch, which does not wait for an outcome."""
+    config = colocated_config(toy, tmp_path, 1)
+    [plain] = generate(toy, [[5, 6, 7]], GREEDY, disable_cuda_graph=True)
+    put_outcome, events = DeviceTrees.put_outcome, list[str]()
+
+    def put(trees: DeviceTrees, region: int, outcome: torch.Tensor) -> None:
+        put_outcome(trees, region, outcome)
+        events.append(ORDER)
+
+    monkeypatch.setattr(DeviceTrees, "put_outcome", put)
+    with fake_ipc(), colocated_worker(config, tmp_path, uses_cuda_ipc=True) as worker:
+        begun.clear()
+        engine = engine_of(worker, config)
+        with host_events() as events:
+            [tokens] = tokens_of(engine, [[5, 6, 7]], [GREEDY])
+    assert tokens == plain.token_ids
+    assert begun[True, True] > 5, begun
+    orders = [place for place, event in enumerate(events) if event == ORDER]
+    assert len(orders) >= begun[True, True]
+    assert all(events[place - 1] == LAUNCH for place in orders), events  # of the step that it drafts after
+    launches = launches_in([event for event in events if event != ORDER])
+    assert launches.early_without_reads == launches.early >= begun[True, True] - 1, events
+    assert engine.stats.values["specray_late_drafts_total"] == 0
+
+
+@pytest.mark.usefixtures("prompt_replies")
+@pytest.mark.parametrize("name", NAMES)
+def test_a_drafter_that_is_told_early_drafts_as_much_as_one_in_the_same_process(
+    name: str, toy: Path, tmp_path: Path, begun: Counter[tuple[bool, bool]]
+) -> None:
+    config = colocated_config(toy, tmp_path, 2, name)
+    params = [replace(each, max_tokens=24) for each in SAMPLED[SOME]]
+    with make_llm(toy, max_running_requests=2, speculative=config.speculative) as llm:
+        expected = [generation.choices[0].token_ids for generation in llm.generate(PROMPTS[SOME], params)]
+        inline = {name: llm.engine.stats.values[name] for name in COUNTS}
+    with fake_ipc(), colocated_worker(config, tmp_path, uses_cuda_ipc=True) as worker:
+        begun.clear()
+        engine = engine_of(worker, config)
+        assert tokens_of(engine, PROMPTS[SOME], params) == expected
+    assert begun[True, True] > 10, begun
+    assert {name: engine.stats.values[name] for name in COUNTS} == inline
+
+
+@pytest.mark.usefixtures("long_waits")
+def test_the_host_of_a_drafter_reads_nothing_and_does_not_wait_for_its_device(
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: Counter[tuple[bool, bool]]
+) -> None:
+    """It launches what drafts after the next step before it has replied, until the regions are used up."""
+    plain = generate(toy, PROMPTS[SOME], SAMPLED[SOME], disable_cuda_graph=True, disable_overlap_schedule=True)
+    draft_early, unsent = DraftServer._draft_early, list[int]()
+
+    def counted(drafter: DraftServer, *args: Any) -> None:
+        unsent.append(len(drafter._unsent))
+        with HostReads() as reads:
+            draft_early(drafter, *args)
+        assert not reads.places
+
+    class BusyDevice(HostCopy):
+        is_there = False
+
+    config = colocated_config(toy, tmp_path, 2)
+    with fake_ipc(), colocated_worker(config, tmp_path, uses_cuda_ipc=True) as worker:
+        begun.clear()
+        monkeypatch.setattr(DraftServer, "_draft_early", counted)
+        monkeypatch.setattr(server, "HostCopy", BusyDevice)
+        engine = engine_of(worker, config)
+        found = tokens_of(engine, PROMPTS[SOME], SAMPLED[SOME])
+    assert found == [choice.token_ids for choice in plain]
+    assert begun[True, True] > 5, begun
+    assert max(unsent) == NUM_REGIONS - 2, unsent
+    assert not any(engine.stats.labelled["specray_draft_faults_total"].values())
 
 
 def test_trees_that_the_device_waits_for_in_vain_do_not_change_the_output(
@@ -253,7 +354,108 @@ def test_trees_that_the_device_waits_for_in_vain_do_not_change_the_output(
         engine = engine_of(worker, config)
         found = tokens_of(engine, PROMPTS[SOME], SAMPLED[SOME])
     assert found == [choice.token_ids for choice in plain]
-    assert begun[False, True] > 10, begun
+    assert begun[False, True] + begun[True, True] > 10, begun
     assert engine.stats.values["specray_late_drafts_total"] > 2
     assert engine.stats.values["specray_spec_decode_num_draft_tokens_total"] > 10
+    assert not any(engine.stats.labelled["specray_draft_faults_total"].values())
+
+
+class BrokenDrafter:
+    """What a drafter does at its fifth early order and later ones; `is_over` is set when the target is done."""
+
+    def __init__(self) -> None:
+        self.num_orders, self.is_over = 0, threading.Event()
+
+    def dies(self, drafter: DraftServer) -> None:  # noqa: ARG002
+        raise ChannelClosedError("as if the process had been killed")
+
+    def freezes(self, drafter: DraftServer) -> None:  # noqa: ARG002
+        assert self.is_over.wait(60.0)
+
+    def is_late(self, drafter: DraftServer) -> None:  # noqa: ARG002
+        if self.num_orders % 4 == 1:
+            time.sleep(0.3)
+
+    def lies_about_what_it_can(self, drafter: DraftServer) -> None:
+        assert drafter._graphs is not None
+        drafter._graphs.early_nodes = lambda _: 1 << 40  # type: ignore[method-assign]
+
+    def draws_what_is_not_a_number(self, drafter: DraftServer) -> None:
+        assert drafter._graphs is not None
+        drafter._graphs._drafts._num_nodes = torch.zeros(64, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        (BrokenDrafter.dies, "gone"),
+        (BrokenDrafter.freezes, "frozen"),
+        (BrokenDrafter.is_late, "late"),
+        (BrokenDrafter.lies_about_what_it_can, None),
+        (BrokenDrafter.draws_what_is_not_a_number, "nan"),
+    ],
+    ids=["dead", "frozen", "late", "lying", "nan"],
+)
+def test_a_drafter_that_breaks_after_it_was_told_early_costs_its_drafts_alone(
+    fault: Callable[[BrokenDrafter, DraftServer], None],
+    kind: str | None,
+    toy: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    begun: Counter[tuple[bool, bool]],
+) -> None:
+    plain = generate(toy, PROMPTS[SOME], SAMPLED[SOME], disable_cuda_graph=True, disable_overlap_schedule=True)
+    broken, draft_early = BrokenDrafter(), DraftServer._draft_early
+
+    def breaking(drafter: DraftServer, *args: Any) -> None:
+        broken.num_orders += 1
+        if broken.num_orders > 4:
+            fault(broken, drafter)
+        draft_early(drafter, *args)
+
+    monkeypatch.setattr(source, "LEAST_WAIT_S", 0.1)
+    monkeypatch.setattr(source, "LATE_FACTOR", 0.0)
+    monkeypatch.setattr(source, "FROZEN_S", 0.4 if kind == "frozen" else 60.0)
+    config = colocated_config(toy, tmp_path, 2)
+    with fake_ipc(), colocated_worker(config, tmp_path, uses_cuda_ipc=True) as worker:
+        begun.clear()
+        monkeypatch.setattr(DraftServer, "_draft_early", breaking)
+        engine = engine_of(worker, config)
+        found = tokens_of(engine, PROMPTS[SOME], SAMPLED[SOME])
+        broken.is_over.set()
+    assert found == [choice.token_ids for choice in plain]
+    assert broken.num_orders > 4, begun
+    faults = engine.stats.labelled["specray_draft_faults_total"]
+    late = {"late": 1.0} if engine.stats.values["specray_late_drafts_total"] else {}
+    noticed = {name for name, number in (faults | late).items() if number} - ({"late"} if kind != "late" else set())
+    assert noticed == ({kind} if kind else set())
+
+
+@pytest.mark.usefixtures("prompt_replies", "begun")
+def test_a_drafter_is_replaced_between_two_steps_that_would_begin_early(
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a request whose drafts the old one still makes goes on with the new one."""
+    plain = generate(toy, PROMPTS[SOME], SAMPLED[SOME], disable_cuda_graph=True, disable_overlap_schedule=True)
+    draft_early, orders = DraftServer._draft_early, Counter[int]()
+    threads: list[threading.Thread] = []
+    config = colocated_config(toy, tmp_path, 2)
+
+    def counted(drafter: DraftServer, *args: Any) -> None:
+        orders[id(drafter)] += 1
+        if not threads and orders[id(drafter)] == 4:
+            threads.append(serving(following, tmp_path))
+        draft_early(drafter, *args)
+
+    with fake_ipc(), colocated_worker(config, tmp_path, uses_cuda_ipc=True) as worker:
+        slots = worker.capacity.num_blocks * config.page_size
+        monkeypatch.setattr(DraftServer, "_draft_early", counted)
+        following = make_draft_server(config, remote_target_view(config), slots)
+        engine = engine_of(worker, config)
+        found = tokens_of(engine, PROMPTS[SOME], SAMPLED[SOME])
+        worker.drafts.close()  # type: ignore[attr-defined]
+        threads[0].join(30.0)
+    assert found == [choice.token_ids for choice in plain]
+    assert len(orders) == 2
+    assert orders[id(following)] > 2, orders
     assert not any(engine.stats.labelled["specray_draft_faults_total"].values())

@@ -34,18 +34,26 @@ def colocated_worker(config: EngineConfig, folder: Path, uses_cuda_ipc: bool = F
     worker = start_worker(config, colocate=endpoint)
     assert isinstance(worker.drafts, RemoteDrafts)
     server = make_draft_server(config, remote_target_view(config), worker.capacity.num_blocks * config.page_size)
-
-    def draft() -> None:
-        with torch.inference_mode():
-            server.serve(endpoint.address, endpoint.epoch)
-
-    thread = threading.Thread(target=draft)
     with contextlib.closing(worker.drafts):
-        thread.start()
+        thread = serving(server, folder)
         worker.drafts.await_drafter(30.0)
         warm_up(worker, config)
         yield worker
     thread.join(30.0)
+
+
+def serving(server: DraftServer, folder: Path) -> threading.Thread:
+    """A thread in which a drafter serves the worker of `colocated_worker`; returns once it waits at the socket."""
+    connected = threading.Event()
+
+    def draft() -> None:
+        with torch.inference_mode():
+            server.serve(str(folder / "drafts"), EPOCH, on_connect=connected.set)
+
+    thread = threading.Thread(target=draft, daemon=True)
+    thread.start()
+    assert connected.wait(60.0)
+    return thread
 
 
 class Colocated:

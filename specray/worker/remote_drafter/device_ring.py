@@ -33,8 +33,7 @@ class DeviceRing:
         """The target's end. The memory is the target's, and lasts as long as this object."""
         with torch.inference_mode(False):
             regions = torch.zeros(NUM_REGIONS, tokens, width, dtype=dtype, device=device)
-        events = [torch.cuda.Event(interprocess=True) for _ in range(NUM_REGIONS)]  # type: ignore[no-untyped-call]
-        return cls(regions, events)
+        return cls(regions, shared_events())
 
     def export(self) -> bytes:
         """What the other process opens the ring with. RuntimeError if the memory cannot be shared."""
@@ -46,8 +45,7 @@ class DeviceRing:
         """The drafter's end, on the same GPU."""
         memory, handles = msgpack.unpackb(data)
         regions = opened(memory, (NUM_REGIONS, tokens, width), dtype, device)
-        open_event: Any = torch.cuda.Event.from_ipc_handle
-        return cls(regions, [open_event(device, event) for event in handles])
+        return cls(regions, opened_events(handles, device))
 
     @property
     def num_tokens(self) -> int:
@@ -69,6 +67,17 @@ class DeviceRing:
     def close(self) -> None:
         """Let go of the memory."""
         self.regions, self._whole = [], torch.empty(0)
+
+
+def shared_events() -> list[Any]:
+    """An event for each region, which another process opens by its `ipc_handle`."""
+    return [torch.cuda.Event(interprocess=True) for _ in range(NUM_REGIONS)]  # type: ignore[no-untyped-call]
+
+
+def opened_events(handles: Sequence[bytes], device: torch.device) -> list[Any]:
+    """Another process's events."""
+    open_event: Any = torch.cuda.Event.from_ipc_handle
+    return [open_event(device, handle) for handle in handles]
 
 
 def shared(memory: Tensor) -> list[Any]:

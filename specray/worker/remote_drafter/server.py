@@ -1,8 +1,11 @@
 """A drafter in its own process: receives orders, drafts and replies. The target's side lives in `source`.
 
-It shares the ring of hidden states with the target, and with CUDA IPC the memory of its trees. It has its own weights,
-its own KV for the same blocks and its own copy of the request table. When the target dismisses it or dies, the
+It shares the ring of hidden states with the target, and with CUDA IPC the memory of outcomes and trees. It has its own
+weights, its own KV for the same blocks and its own copy of the request table. When the target dismisses it or dies, the
 connection closes and `serve` returns.
+
+After an early order (see `Order`) the device alone waits for the outcome. So this host runs a step ahead, like the
+target's, and it replies when the trees are complete.
 
 The drafters of a tensor-parallel target have a group of their own, and each has a part of the draft model. The first
 one alone talks to the target, and passes orders and hidden states on to the others (`follow`). So all read the same
@@ -14,8 +17,10 @@ import logging
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,9 +34,10 @@ from specray.models.registry import context_length, load_config, resolve_dtype, 
 from specray.models.tokenizer import eos_token_ids, load_tokenizer
 from specray.ops.attention import torch_dtype
 from specray.ops.graphs import Graphs, make_graphs
-from specray.ops.host_copy import wait_for
+from specray.ops.host_copy import HostCopy, wait_for
 from specray.ops.linear import fixed_order
 from specray.spec_decode import make_drafter
+from specray.spec_decode.draft_tree import NONE, DraftTree
 from specray.spec_decode.drafter import Drafter, DraftFaultError, TargetView, composite_of, device_drafter
 from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.tree_edits import limited
@@ -53,7 +59,22 @@ from specray.worker.remote_drafter.wire import (
 )
 from specray.worker.warm_up import WarmUpSizes, warm_up_drafter
 
+_POLL_S = 2e-5  # the host waits for the device and for the next order by turns
+
 logger = logging.getLogger(__name__)
+
+
+class _EarlyTrees(NamedTuple):
+    """Trees of an early order without a reply."""
+
+    number: int
+    num_nodes: HostCopy
+    early_nodes: int
+
+    def reply(self) -> DraftReply:
+        """Waits for the trees."""
+        reply = DraftReply.of_sizes(self.number, self.num_nodes.wait().tolist(), has_others=False)
+        return reply._replace(early_nodes=self.early_nodes)
 
 
 class DraftServer:
@@ -75,6 +96,7 @@ class DraftServer:
         self._device = device
         self._group = group or RankGroup()
         self._graphs, self._table = graphs, table
+        self._unsent: deque[_EarlyTrees] = deque()
         self._composite = composite_of(drafter)
         self.handshake = DrafterHandshake(
             drafter.max_draft_tokens, list(drafter.aux_hidden_state_layers), drafter.reads_next_token
@@ -104,8 +126,16 @@ class DraftServer:
             spin_s = spin_seconds(self._device.type)
             with contextlib.closing(ring):
                 while True:
-                    data = channel.recv(spin_s=spin_s)
+                    data = self._next_order(channel, spin_s)
                     order = unpack_order(data)
+                    if order.region == NONE:
+                        self._record(order, decoder)
+                        continue
+                    if order.outcome_nodes and trees is not None:
+                        self._draft_early(order, ring, decoder, trees)
+                        continue
+                    while self._unsent:
+                        channel.send(pack(self._unsent.popleft().reply()))
                     region = ring.read(order.region)
                     if self._group.size > 1:
                         region = self._pass_on(data, region[: order.num_tokens])
@@ -123,6 +153,39 @@ class DraftServer:
                 return
             states = torch.empty(order.num_tokens, target.width, dtype=dtype, device=self._device)
             self._reply(order, self._group.broadcast(states) if states.numel() else states, decoder)
+
+    def _next_order(self, channel: Channel, spin_s: float) -> bytes:
+        """It, before which the replies leave whose trees are complete by then."""
+        while self._unsent:
+            if self._unsent[0].num_nodes.is_there:
+                channel.send(pack(self._unsent.popleft().reply()))
+            elif channel.poll(_POLL_S):
+                break
+        return channel.recv(spin_s=spin_s)
+
+    def _draft_early(
+        self, order: Order, ring: HiddenStateRing | DeviceRing, decoder: DeltaDecoder, trees: DeviceTrees
+    ) -> None:
+        """Launch what drafts after a step whose outcome only the device will know."""
+        assert self._graphs is not None, "see `DraftReply.early_nodes`"
+        self._drafter.release(order.freed_slots)
+        decoder.enter(order)
+        decoder.flush()
+        count, num_nodes = len(order.requests), order.outcome_nodes
+
+        def read() -> tuple[Tensor, Tensor]:
+            states = ring.read(order.region)[: count * num_nodes]
+            return trees.outcome(order.region, count, num_nodes), states
+
+        tree = self._graphs.draft_early(order.requests, num_nodes, read)
+        trees.put(order.region, order.number, limited(tree, [request.draft_limit for request in order.requests]))
+        self._unsent.append(_EarlyTrees(order.number, HostCopy(tree.num_nodes), self._graphs.early_nodes(count)))
+
+    def _record(self, order: Order, decoder: DeltaDecoder) -> None:
+        """What the step of an early order has committed, for the drafter's record of what it has read."""
+        self._drafter.release(order.freed_slots)
+        tree = DraftTree.from_lists([], self._device)  # nobody takes it
+        self._drafter.propose(decoder.committed(order, tree))
 
     def _pass_on(self, order: bytes, states: Tensor) -> Tensor:
         """Send an order and its hidden states to the other drafters; these states."""
@@ -149,11 +212,12 @@ class DraftServer:
         if self._graphs is not None:
             context = replace(context, replay=self._graphs.replay(context))
         try:
-            tree = limited(self._drafter.propose(context), context.draft_limits)
+            drafted = self._drafter.propose(context)
         except DraftFaultError as fault:
             if trees is not None:
                 trees.put(order.region, order.number, None)
             return DraftReply.failed(order.number, time.perf_counter() - start, fault.kind)
+        tree = limited(drafted, context.draft_limits)
         if trees is not None:
             trees.put(order.region, order.number, tree)
         has_others = self._composite is not None and len(self._composite.members) > 1
@@ -165,6 +229,8 @@ class DraftServer:
         if not order.requests:  # no tree was waited for, and the target may write the region again after the reply
             wait_for(self._device)
         uses = [] if self._composite is None else list(self._composite.take_uses())
+        if self._graphs is not None and drafted is self._graphs.last:  # it has read all tokens of these requests
+            reply = reply._replace(early_nodes=self._graphs.early_nodes(len(order.requests)))
         return reply._replace(seconds=time.perf_counter() - start, uses=uses)
 
     def _receive_handshake(
@@ -224,7 +290,7 @@ def _capture(
     elif isinstance(recorded := device_drafter(drafter), str):
         without = [f"drafts: {recorded}"]
     else:
-        graphs = DraftGraphs(made, drafter, recorded, *sizes)
+        graphs = DraftGraphs(made, drafter, recorded, *sizes, goes_on=config.speculative.merged_draft_tokens is None)
         graphs.capture()
     for each in without:
         logger.warning("without CUDA graphs: %s", each)

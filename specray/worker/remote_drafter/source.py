@@ -7,11 +7,14 @@ are restarted and changed. If a drafter is late, gone, frozen or sends invalid d
 
 import contextlib
 import logging
+import math
 import os
+import select
 import socket
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from typing import NamedTuple, NoReturn
@@ -22,8 +25,8 @@ from torch import Tensor
 from specray.channel import Channel, ChannelClosedError, spin_seconds
 from specray.errors import ConfigError, EngineDeadError
 from specray.ops.host_copy import HostCopy
-from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.drafter import DraftFaultError, TreeRows, UnsizedTrees
+from specray.spec_decode.draft_tree import NONE, DraftTree
+from specray.spec_decode.drafter import DraftFaultError, EarlyStep, TreeRows, UnsizedTrees
 from specray.spec_decode.pending_trees import PendingTrees, TakenTrees
 from specray.spec_decode.propose_context import ProposeContext
 from specray.spec_decode.request_table import RequestTable
@@ -42,7 +45,7 @@ from specray.worker.remote_drafter.handshake import (
 )
 from specray.worker.remote_drafter.received_trees import ReceivedTrees
 from specray.worker.remote_drafter.ring import NUM_REGIONS, HiddenStateRing, open_file
-from specray.worker.remote_drafter.wire import DeltaEncoder, TargetHandshake, pack, unpack_reply
+from specray.worker.remote_drafter.wire import DeltaEncoder, Order, TargetHandshake, pack, unpack_reply
 
 FROZEN_S = 3.0  # the drafter is dropped if an order has no reply for this long
 LATE_FACTOR = 4.0  # a step waits this many times the longest of the recent replies' times,
@@ -113,36 +116,52 @@ class RemoteDrafts:
         return self._peer.seconds if self._peer else 0.0
 
     def submit(self, context: ProposeContext) -> None:
-        if (peer := self._peer) is not None and (context.requests or context.unfinished):
+        if (peer := self._peer) is not None and (peer.owes_outcome or context.requests or context.unfinished):
             with self._recorded_faults():
                 # What came during a long step is read before the drafter counts as frozen.
                 self._note_broken(peer.receive(self._pending))
                 peer.submit(context)
             self._waiting.difference_update(each.slot for each in context.requests + context.unfinished)
 
+    def draft_early(self, step: EarlyStep) -> DraftTree | None:
+        # A step that does not begin early admits the drafter that waits.
+        if (peer := self._peer) is None or select.select([self._server], [], [], 0.0)[0]:
+            return None
+        with self._recorded_faults():
+            self._note_broken(peer.receive(self._pending))
+            return peer.draft_early(step)
+        return None
+
     def take_unsized(self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]) -> UnsizedTrees | None:
         self._admit()
         if (peer := self._peer) is None or peer.trees is None:
             return None
+        return self._take(peer, slots, roots, draft_limits)
+
+    def take_next(
+        self,
+        tree: DraftTree,  # noqa: ARG002
+        slots: Tensor,
+        roots: Tensor,
+        draft_limits: Sequence[DraftLimit],
+    ) -> UnsizedTrees:
+        return self._take(self._peer, slots, roots, draft_limits)
+
+    def _take(
+        self, peer: "_Peer | None", slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]
+    ) -> UnsizedTrees:
+        """See `take_unsized`; without a drafter every tree is its root."""
         in_time = None
-        with self._recorded_faults():
-            self._note_broken(peer.receive(self._pending))
-            in_time = peer.await_trees(self._on_device, self._waiting)
+        if peer is not None:
+            with self._recorded_faults():
+                self._note_broken(peer.receive(self._pending))
+                in_time = peer.await_trees(self._on_device, self._waiting)
         if self._waiting and any(limit.num_tokens for limit in draft_limits):
             taken = self._on_device.take(slots, roots, draft_limits)
         else:  # a plain step, which the next one may follow early
             self._on_device.drop(slots)
             taken = TakenTrees(DraftTree.roots(roots), [1] * len(roots), None)
         return UnsizedTrees(taken.tree, taken.most_nodes, partial(self._read, taken, peer, in_time))
-
-    def take_next(
-        self,
-        tree: DraftTree,  # noqa: ARG002
-        slots: Tensor,  # noqa: ARG002
-        roots: Tensor,  # noqa: ARG002
-        draft_limits: Sequence[DraftLimit],  # noqa: ARG002
-    ) -> UnsizedTrees:
-        raise AssertionError("no graph of the target drafts")
 
     def collect(self, rows: TreeRows, draft_limits: Sequence[DraftLimit]) -> tuple[DraftTree, list[int]]:
         if (unsized := self.take_unsized(rows.slots, rows.roots, draft_limits)) is not None:
@@ -205,10 +224,10 @@ class RemoteDrafts:
             channel.close()
         return None
 
-    def _read(self, taken: TakenTrees, peer: "_Peer", in_time: HostCopy | None) -> tuple[DraftTree, list[int]]:
+    def _read(self, taken: TakenTrees, peer: "_Peer | None", in_time: HostCopy | None) -> tuple[DraftTree, list[int]]:
         """Wait for the sizes of the trees, and record it if they came late."""
         tree, num_nodes, _ = self._on_device.read(taken)  # logits that are not finite are a fault of the reply
-        if in_time is not None and peer is self._peer:
+        if in_time is not None and peer is not None and peer is self._peer:
             with self._recorded_faults():
                 is_late = not in_time.wait().tolist()[0]
                 self._note_broken(peer.receive(self._pending))
@@ -258,14 +277,15 @@ def _refuse(connection: socket.socket, channel: Channel, reason: str) -> None:
     channel.close()
 
 
-class _Sent(NamedTuple):
+@dataclass(slots=True)
+class _Sent:
     """An order without a reply."""
 
     number: int
     region: int
     slots: list[int]
-    freed: set[int]  # slots whose requests have ended since then
-    time: float
+    time: float  # when the host had the outcome; infinity: it has not
+    freed: set[int] = field(default_factory=set)  # slots whose requests have ended since then
 
 
 class _Peer:
@@ -311,18 +331,53 @@ class _Peer:
         self._free = deque(range(NUM_REGIONS))
         self._unanswered: deque[_Sent] = deque()
         self._awaited: _Sent | None = None  # the order whose trees the device will wait for
+        self._early: deque[_Sent] = deque()  # orders of steps whose outcome the drafter's host was not sent
+        # Slots of requests that may have an early order, for steps with trees of so many nodes: see DraftReply.
+        self._early_slots: set[int] = set()
+        self._early_nodes = 0
         self._recent: deque[float] = deque(maxlen=32)  # seconds of the last replies
         self._numbers = numbers
         self.is_late = False  # the trees of the last order
         self._catches_up = False  # until it has replied to all orders
 
+    @property
+    def owes_outcome(self) -> bool:
+        """Whether the next `submit` is about the step of an early order.
+
+        After a step without one, none is sent before that step is submitted.
+        """
+        return bool(self._early)
+
+    def draft_early(self, step: EarlyStep) -> DraftTree | None:
+        """See `DraftSource.draft_early`."""
+        slots, num_nodes = [request.slot for request in step.requests], step.outcome.shape[1] // 2 - 1
+        can_read = self._early_slots.issuperset(slots) and self._encoder.is_current(self._table, slots)
+        is_behind = self.is_late or len(self._free) < 2  # with the last region it would begin to catch up
+        if not can_read or is_behind or num_nodes > self._early_nodes:
+            return None
+        assert self.trees is not None, "see `DraftReply.early_nodes`"
+        sent = _Sent(next(self._numbers), self._free.popleft(), slots, math.inf)
+        if step.states is not None:
+            self._ring.write(sent.region, step.states)
+        self.trees.put_outcome(sent.region, step.outcome)
+        context = ProposeContext(self._table, step.requests)
+        self._send(sent, self._encoder.order(sent.number, sent.region, context, num_nodes))
+        self._early.append(sent)
+        return self.trees.unread(sent.region, len(slots))
+
     def submit(self, context: ProposeContext) -> None:
+        if self._early:
+            sent = self._early.popleft()
+            sent.time = time.monotonic()
+            self._channel.send(pack(self._encoder.order(sent.number, NONE, context)), SEND_S)
+            return
         self._awaited = None
         self._check_frozen()
         states, room = context.aux_hidden_states, self._ring.num_tokens
         # Too far behind, or paths that are longer than this drafter's; DraftRequest.start shows it what it has missed.
         if self._catches_up or (states is not None and len(states) > room):
             self._encoder.skip(context)
+            self._early_slots.clear()
             return
         region = self._free.popleft()
         # A drafter that is slower than steps without drafts catches up only if it gets no orders meanwhile.
@@ -330,13 +385,17 @@ class _Peer:
         if states is not None:
             self._ring.write(region, states)
         order = self._encoder.order(next(self._numbers), region, context)
-        slots = [request.slot for request in context.requests]
-        data = pack(order)
+        if order.missed_kv_slots:
+            self._early_slots.clear()
         if states is not None:
             self._ring.wait()
-        self._awaited = _Sent(order.number, region, slots, set(), time.monotonic())
-        self._unanswered.append(self._awaited)
-        self._channel.send(data, SEND_S)
+        self._send(_Sent(order.number, region, [request.slot for request in context.requests], time.monotonic()), order)
+
+    def _send(self, sent: _Sent, order: Order) -> None:
+        """Send an order for whose trees the device will wait."""
+        self._awaited = sent
+        self._unanswered.append(sent)
+        self._channel.send(pack(order), SEND_S)
 
     def receive(self, pending: ReceivedTrees) -> bool:
         """Read the replies that have arrived; trees that are not on the device go to `pending`.
@@ -388,6 +447,7 @@ class _Peer:
 
     def release(self, slots: Sequence[int]) -> None:
         self._encoder.release(slots)
+        self._early_slots.difference_update(slots)
         for sent in self._unanswered:
             sent.freed.update(slots)
         if self._awaited is not None:
@@ -416,9 +476,13 @@ class _Peer:
         except ValueError:
             raise DraftFaultError(DraftFault.NONSENSE) from None
         self._free.append(sent.region)
-        self._recent.append(reply.seconds)
-        self.seconds = reply.seconds
+        if reply.seconds:  # a drafter does not know how long its device has waited for an outcome
+            self._recent.append(reply.seconds)
+            self.seconds = reply.seconds
         self._uses += reply.uses
+        if self.trees is not None and reply.early_nodes and not self._unanswered:
+            self._early_slots = set(sent.slots) - sent.freed
+            self._early_nodes = min(reply.early_nodes, 1 + self.handshake.max_draft_tokens)
         if self.trees is None and sent.slots and not self._unanswered:
             pending.put(sent.slots, trees)
             pending.drop(list(sent.freed))
@@ -431,7 +495,8 @@ class _Peer:
         last order is too recent to count as late.
         """
         is_behind = self.is_late and len(self._unanswered) > 1
-        return 0.0 if is_behind else max(0.0, sent.time + self._reply_timeout_s() - time.monotonic())
+        since_outcome = max(0.0, time.monotonic() - sent.time)
+        return 0.0 if is_behind else max(0.0, self._reply_timeout_s() - since_outcome)
 
     def _reply_timeout_s(self) -> float:
         if not self._recent:

@@ -49,16 +49,21 @@ class RequestDelta(NamedTuple):
 
 
 class Order(NamedTuple):
-    """One step's context. `region` of the ring holds the hidden states; the reply frees it."""
+    """One step's context. `region` of the ring holds the hidden states; the reply frees it.
+
+    An early order leaves before the host has the step's outcome: `requests` have no bounds, and the region has the
+    outcome, too. What the step committed is sent later under the same number, without a region, and has no reply.
+    """
 
     number: int
-    region: int
+    region: int  # NONE: what the step of an early order committed
     freed_slots: list[int]
     new_requests: list[NewRequest]
     deltas: list[RequestDelta]
     requests: list[DraftRequest]  # get a tree
     unfinished: list[DraftRequest]
     missed_kv_slots: list[int]
+    outcome_nodes: int = 0  # nodes of the step's trees; 0: this is no early order
 
     @property
     def num_tokens(self) -> int:
@@ -73,12 +78,13 @@ class DraftReply(NamedTuple):
     """
 
     number: int
-    seconds: float
+    seconds: float  # 0: not known
     trees: list[TreeLists]
     fault: str | None  # name of a DraftFault
     uses: Annotated[list[DrafterUse], Field(max_length=MAX_DRAFTERS)]  # of several drafters
     scores: list[list[Score]]  # scores of each tree's nodes, or empty where they are not known
     num_broken: int = 0  # trees that are only roots because their drafter's logits are not finite
+    early_nodes: int = 0  # the next order of these requests may be an early one for a step with trees of so many nodes
 
     @classmethod
     def of(
@@ -173,11 +179,17 @@ class DeltaEncoder:
     def release(self, slots: Sequence[int]) -> None:
         self._freed += [slot for slot in slots if self._sent.pop(slot, None)]
 
-    def order(self, number: int, region: int, context: ProposeContext) -> Order:
+    def is_current(self, table: RequestTable, slots: Sequence[int]) -> bool:
+        """Whether the drafter was told all that the host knows of these requests but their blocks."""
+        return not self._missed and all(
+            slot in self._sent and self._sent[slot][0] == len(table.states[slot].token_ids) for slot in slots
+        )
+
+    def order(self, number: int, region: int, context: ProposeContext, outcome_nodes: int = 0) -> Order:
         freed, self._freed = self._freed, []
         missed = [*self._missed, *context.missed_kv_slots]
         self._missed.clear()
-        order = Order(number, region, freed, [], [], context.requests, context.unfinished, missed)
+        order = Order(number, region, freed, [], [], context.requests, context.unfinished, missed, outcome_nodes)
         for slot, *_ in context.requests + context.unfinished:
             state = context.table.states[slot]
             num_tokens, num_blocks = self._sent.get(slot, (0, 0))
@@ -203,17 +215,33 @@ class DeltaDecoder:
         fits = table is not None and sizes == (table.num_slots, table.max_tokens, table.page_size, table.vocab_size)
         self._table = table if table is not None and fits else RequestTable(*sizes, device)
 
+    def enter(self, order: Order) -> None:
+        """Apply an order on the host. The device knows the tokens that follow an early one."""
+        for slot in order.freed_slots:
+            self._table.free(slot)
+        for new in order.new_requests:
+            self._table.enter(new)
+        for slot, token_ids, block_ids in order.deltas:
+            if order.region == NONE:
+                self._table.states[slot].token_ids += token_ids
+            self._table.extend(slot, [] if order.region == NONE else token_ids, block_ids)
+
+    def flush(self) -> None:
+        """Write what was entered to the device."""
+        self._table.flush()
+
+    def committed(self, order: Order, tree: DraftTree) -> ProposeContext:
+        """Apply what the step of an early order committed, after which the device has made `tree`."""
+        self.enter(order)
+        parts = order.requests, order.unfinished, None, order.missed_kv_slots
+        return ProposeContext(self._table, *parts, lambda: tree, are_drafts_taken=True)
+
     def context(self, order: Order, region: Tensor) -> ProposeContext:
         """Apply an order, by one copy to the device. `region` [region_tokens, width] holds its hidden states.
 
         The copy is asynchronous: `region` may be written again only after the device has drafted.
         """
-        for slot in order.freed_slots:
-            self._table.free(slot)
-        for new in order.new_requests:
-            self._table.enter(new)
-        for delta in order.deltas:
-            self._table.extend(*delta)
+        self.enter(order)
         requests = order.requests + order.unfinished
         bounds = self._table.flush(*bounds_on_host(requests))
         states = region[: order.num_tokens].to(self._table.device, non_blocking=True)

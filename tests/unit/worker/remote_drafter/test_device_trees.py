@@ -88,6 +88,20 @@ def test_trees_with_more_nodes_than_there_is_room_are_none(ends: tuple[DeviceTre
     assert tree.num_nodes.tolist() == [NONE, 2]
 
 
+def test_an_outcome_is_read_after_its_event_and_no_tree_overwrites_it(
+    ipc: FakeIpc, ends: tuple[DeviceTrees, DeviceTrees]
+) -> None:
+    """Trees of a drafter that was replaced may come at any time."""
+    target, drafter = ends
+    outcome = torch.arange(2 * 6).view(2, 6)  # of trees of two nodes
+    target.put_outcome(3, outcome)
+    for region in range(4):
+        drafter.put(region, 9, OTHER)
+    assert torch.equal(drafter.outcome(3, 2, 2), outcome)
+    assert ipc.log == ["record 3", "wait 3"]
+    assert taken(target, 3, 9) == OTHER.to_lists()
+
+
 @pytest.mark.usefixtures("ipc")
 def test_a_rank_has_one_memory_for_all_drafters_that_connect() -> None:
     """One that was killed never lets go of memory that it had opened."""
