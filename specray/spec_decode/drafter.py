@@ -146,7 +146,8 @@ class EarlyStep(NamedTuple):
 
     requests: list[DraftRequest]  # their bounds are not known: 0
     outcome: Tensor  # int64 [R, 2 + 2 * N], see StepOutput
-    states: Tensor | None  # [R * N, any], the hidden states of the nodes that each keeps, in order; None: nobody reads
+    # [R * N, any], the hidden states of the nodes that each request keeps, in order; None: the drafter reads none
+    gather_states: Callable[[], Tensor] | None
 
 
 class TreeRows(NamedTuple):

@@ -128,9 +128,9 @@ class DecodeGraphs:
         """Go on with the trees after this step, if those before were taken; nobody has to take them."""
         count = len(batch.num_nodes)
         if self.waits_on_device:
-            states = self._step.kept_states(bucket, count) if self._drafts.aux_hidden_state_layers else None
+            gather = partial(self._step.kept_states, bucket, count) if self._drafts.aux_hidden_state_layers else None
             requests = early_requests(batch.rows.states, draft_limits)
-            return self._drafts.draft_early(EarlyStep(requests, self._step.device_outcome(bucket, count), states))
+            return self._drafts.draft_early(EarlyStep(requests, self._step.device_outcome(bucket, count), gather))
         if not self.were_drafts_taken or (draft := _draft_key(batch, bucket)) not in self._graphs:
             return None
         self._graphs.replay(draft)

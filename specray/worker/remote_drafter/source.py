@@ -357,8 +357,8 @@ class _Peer:
             return None
         assert self.trees is not None, "see `DraftReply.early_nodes`"
         sent = _Sent(next(self._numbers), self._free.popleft(), slots, math.inf)
-        if step.states is not None:
-            self._ring.write(sent.region, step.states)
+        if step.gather_states is not None:
+            self._ring.write(sent.region, step.gather_states())
         self.trees.put_outcome(sent.region, step.outcome)
         context = ProposeContext(self._table, step.requests)
         self._send(sent, self._encoder.order(sent.number, sent.region, context, num_nodes))

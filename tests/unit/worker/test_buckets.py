@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from specray.step import DraftLimit
 from specray.worker.buckets import Bucket, buckets
 from specray.worker.decode_graphs import DecodeGraphs
 
@@ -30,4 +31,5 @@ def test_a_bucket_has_room_for_a_step_and_the_drafts_after_it(
     graphs = DecodeGraphs(nothing, nothing, nothing, drafts, 200, drafts, nothing)
     graphs._max_nodes, graphs._buckets = 8, buckets(200, 8)
     batch: Any = SimpleNamespace(only_decodes=True, num_nodes=[nodes] * rows)
-    assert graphs.bucket(batch, num_drafts) == expected
+    limits = [DraftLimit(num_drafts, num_drafts)] * rows if num_drafts else []
+    assert graphs.bucket(batch, limits) == expected
