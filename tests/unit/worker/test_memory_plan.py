@@ -114,7 +114,7 @@ def test_graphs_and_activations_of_a_drafters_own_process_are_counted(toy: Path,
         assert sizes[0] < sizes[1]
     in_memory = demand(toy, speculative=one, placement="colocated", uses_cuda_ipc=True).dynamic
     ring = 4 * (EngineConfig().max_prefill_tokens + EngineConfig().max_running_requests * 6) * 3 * 32 * 2
-    trees = 4 * (1 + EngineConfig().max_running_requests) * (2 + 2 * 6) * 8
+    trees = 4 * 2 * (1 + EngineConfig().max_running_requests) * (2 + 2 * 6) * 8
     assert in_memory - demand(toy, speculative=one, placement="colocated").dynamic == ring + trees
 
 
