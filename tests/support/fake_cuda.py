@@ -24,7 +24,7 @@ from specray.models import weights
 LOADERS = ("eagle_files.py", "rotary.py")
 TREES = "pending_trees.py"
 # What a step may read on the host; several.py reads whether trees are missing once their step is over.
-READERS = (TREES, "step_output.py", "broadcast.py", "wire.py", "several.py")
+READERS = (TREES, "step_output.py", "padded_step.py", "broadcast.py", "wire.py", "several.py")
 
 
 @contextmanager
