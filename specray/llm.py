@@ -24,7 +24,6 @@ from specray.spec_decode.drafter import Drafter
 from specray.step import UNLIMITED, DraftLimit
 from specray.worker.loading import with_device
 from specray.worker.local import LocalExecutor
-from specray.worker.out_of_memory import STEPPING, enough_memory
 
 Prompt = str | Sequence[int]  # a text or token ids
 Params = SamplingParams | Mapping[str, Any]
@@ -203,7 +202,7 @@ class LLM:
         """Run requests to their end. The first that fails ends all, and its error is raised."""
         waiting, failed = requests[::-1], None
         bar = tqdm(total=len(requests), desc="generating", unit="request", disable=not progress)
-        with bar, enough_memory(self.config, STEPPING, EngineDeadError):
+        with bar:
             while waiting or self.engine.has_work:
                 self._add(waiting)
                 for output in self.engine.step():

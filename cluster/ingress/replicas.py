@@ -90,6 +90,8 @@ class ServeRouterHandle:
 
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
         """Any other method of a RouterHandle: the router's of the same name."""
+        if name.startswith("_") or not hasattr(RouterHandle, name):
+            raise AttributeError(name)
         return partial(self._answer, getattr(self._handle, name))
 
     async def _answer(self, method: DeploymentHandle[Any], *arguments: object) -> Any:

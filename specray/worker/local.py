@@ -1,11 +1,12 @@
 """An executor that starts its rank in this process, without Ray or sockets."""
 
 from specray.config import EngineConfig
-from specray.errors import ConfigError
+from specray.errors import ConfigError, EngineDeadError
 from specray.grammar import GrammarSpec
 from specray.models.target_model import TargetModel
 from specray.spec_decode.drafter import Drafter
-from specray.worker.out_of_memory import STARTING, enough_memory
+from specray.step import StepResult
+from specray.worker.out_of_memory import STARTING, STEPPING, enough_memory
 from specray.worker.startup import start_worker
 from specray.worker.step_loop import StepLoop
 from specray.worker.warm_up import warm_up
@@ -27,12 +28,17 @@ class LocalExecutor(StepLoop):
                 f"tp_size={config.tp_size} needs a process per rank, which an in-process engine does not start; "
                 "set tp_size=1 or serve it with `serve run`"
             )
+        self._config = config
         with enough_memory(config, STARTING, ConfigError):
             worker = start_worker(config, progress=progress, drafter=drafter, model=model)
             warm_up(worker, config)
         overlaps = worker.backend.starts_passes and not config.disable_overlap_schedule
         worker.capacity = worker.capacity._replace(max_plans=2 if overlaps else 1)
         super().__init__(worker)
+
+    def collect(self) -> StepResult:
+        with enough_memory(self._config, STEPPING, EngineDeadError):
+            return super().collect()
 
     def compile_grammar(self, spec: GrammarSpec) -> None:
         """InvalidRequestError if the grammar cannot be compiled. Its requests then start at once."""

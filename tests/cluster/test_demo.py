@@ -10,18 +10,19 @@ import pytest
 from benchmarks.demo import QUESTIONS
 from specray.cli.local_server import free_port
 from specray.ops.cpu.library import kernels
+from specray.private_folders import processes_with
 
 ROOT = Path(__file__).parents[2]
+MARK = "STARTED_BY_THE_DEMO_OF"
 
 
 @pytest.mark.cluster
 @pytest.mark.slow
-def test_the_demo_compares_answers_and_leaves_no_process_behind() -> None:
-    before = set(Path("/tmp").glob("specray-serve-*"))
+def test_the_demo_compares_answers_and_leaves_no_process_behind(tmp_path: Path) -> None:
     demo = subprocess.run(
         [sys.executable, "-m", "benchmarks.demo", "--port", str(free_port()), "--max-tokens", "16"],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), MARK: str(tmp_path)},
         capture_output=True,
         text=True,
         timeout=600,
@@ -34,4 +35,4 @@ def test_the_demo_compares_answers_and_leaves_no_process_behind() -> None:
     if kernels() is not None:
         assert all("yes" in line for line in table[2:]), table
         assert f"gave the same {len(QUESTIONS)} answers" in demo.stdout.splitlines()[-1]
-    assert set(Path("/tmp").glob("specray-serve-*")) <= before
+    assert not list(processes_with(MARK, tmp_path))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from specray.engine.request import EngineRequest
+from specray.errors import EngineDeadError
 from specray.llm import LLM
 from specray.ops.cpu.library import kernels
 from specray.ops.sampling_state import SamplingState
@@ -188,7 +189,7 @@ def test_a_step_that_cannot_begin_does_not_take_the_result_before_it(
 
         monkeypatch.setattr(worker, "begin", failing)
         assert [len(output.token_ids) for _ in range(2) for output in engine.step()] == [1, 1]
-        with pytest.raises(MemoryError):
+        with pytest.raises(EngineDeadError, match="out of memory"):
             engine.step()
 
 

@@ -39,37 +39,39 @@ class ByType:
 
     def __get_pydantic_core_schema__(self, union: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         schemas = {member: handler.generate_schema(member) for member in get_args(union)}
-        # Brackets keep the tags out of the locations of errors.
-        choices = {f"[{kind}]": schema for member, schema in schemas.items() for kind in self._kinds(member)}
         return core_schema.tagged_union_schema(
-            choices,
-            lambda value: f"[{self._kind(value)}]",
+            {tag: schema for member, schema in schemas.items() for tag in self._tags(member)},
+            self._tag,
             custom_error_type=UNSUPPORTED_TYPE,
             custom_error_message=self.expected,
         )
 
-    def _kinds(self, member: Any) -> list[object]:
+    def _tags(self, member: Any) -> list[str]:
         if not hasattr(member, "model_fields"):
             return [_TEXT]
         if member is HostedTool:
             return [_HOSTED]
         if "type" not in member.model_fields:
-            return [self.default]
+            return [_tag_of(self.default)]
         annotation = member.model_fields["type"].annotation  # a Literal, or one that may be null
-        return [
-            kind for part in (annotation, *get_args(annotation)) for kind in get_args(part) if isinstance(kind, str)
-        ]
+        kinds = [kind for part in (annotation, *get_args(annotation)) for kind in get_args(part)]
+        return [_tag_of(kind) for kind in kinds if isinstance(kind, str)]
 
-    def _kind(self, value: object) -> object:
+    def _tag(self, value: object) -> str:
         if isinstance(value, str):
             return _TEXT
         kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
         if self.hosted and isinstance(kind, str) and kind.startswith(self.hosted):
             return _HOSTED
-        return self.default if kind is None else kind
+        return _tag_of(self.default if kind is None else kind)
 
 
-_TEXT, _HOSTED = "a text", "a hosted tool"  # in place of types
+def _tag_of(kind: object) -> str:
+    """Its first bracket keeps a tag out of the locations of errors."""
+    return f"[{kind}]"
+
+
+_TEXT, _HOSTED = "[text", "[hosted"  # no value of `type` has these tags, which do not end in a bracket
 
 
 # Chooses between text and a list.

@@ -389,6 +389,10 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x"}}
             "invalid_request_error",
             "tools.0.type='bash_20250124': the model does",
         ),
+        *(
+            ({"tools": [{"type": tag, "name": "x"}, *TOOLS]}, 400, ERROR, f"tools.0.type='{tag}'")
+            for tag in ("a hosted tool", "[hosted", "hosted", "[text")
+        ),
         ({"tools": [tool | {"defer_loading": True} for tool in TOOLS]}, 400, "invalid_request_error", "defer_loading"),
         (with_result(IMAGE), 400, "invalid_request_error", "messages.2.content.0.content.0.type='image': a tool's"),
         (with_result(PDF), 400, "invalid_request_error", "only documents whose source is of type 'text'"),
