@@ -5,7 +5,6 @@
 """
 
 from pathlib import Path
-from textwrap import shorten
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -19,6 +18,7 @@ from specray.engine.request_log import EVERY_TENANT
 from specray.errors import ConfigError, did_you_mean
 from specray.models.files import is_here, looks_local, resolve_model
 from specray.server.access.keys import KeyRing
+from specray.server.errors import short_repr
 from specray.spec_decode import check_speculative
 from specray.yaml_file import read_mapping
 
@@ -154,7 +154,9 @@ def _problem(problem: ErrorDetails) -> str:
         return f"{place}: unknown option{did_you_mean(str(problem['loc'][-1]), _option_names())}"
     if problem["type"] == "value_error":  # our own validators; their messages name the values
         return f"{place}: {problem['ctx']['error']}"
-    return f"{place}={shorten(repr(problem['input']), 80)}: {problem['msg']}"
+    if problem["type"] == "missing":  # the value seen is all that surrounds it
+        return f"{place}: {problem['msg']}"
+    return f"{place}={short_repr(problem['input'])}: {problem['msg']}"
 
 
 def _option_names() -> list[str]:

@@ -117,7 +117,12 @@ def extend(choice: Completion, output: RequestOutput) -> None:
 
 
 def dumps(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+    """JSON in UTF-8. Where a reply repeats unpaired surrogates of its request, escapes in ASCII, as they came."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
 
 
 def data_event(chunk: Json) -> bytes:

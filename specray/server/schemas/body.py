@@ -1,11 +1,13 @@
 """Request bodies: what those of several endpoints share. Each endpoint's own body is in its package.
 
-Every field has bounds; those of sampling options come from `specray.sampling_params`.
+Every field has bounds; those of sampling options come import re
+from `specray.sampling_params`.
 
 `request_fields` says which fields that a body does not declare are refused. The others are accepted and listed in
 `ignored_fields`.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
@@ -102,7 +104,7 @@ def _integer_keys(value: object) -> object:
 
 
 def _integer(key: object) -> object:
-    return int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 20 else key
+    return int(key) if isinstance(key, str) and re.fullmatch("0|[1-9][0-9]{0,18}", key) else key
 
 
 def _number(value: object) -> object:

@@ -31,6 +31,30 @@ async def ask(server: Server, **body: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "echoed",
+    [
+        b'"metadata": {"\\ud800": "\\ud800"}',
+        b'"tools": [{"type": "function", "name": "f", "parameters": {"title": "\\ud800"}}], "tool_choice": "none"',
+        b'"tools": [{"type": "function", "name": "f", "parameters": {"default": NaN}}], "tool_choice": "none"',
+        b'"tools": [{"type": "function", "name": "f", "parameters": {"default": 1e999}}], "tool_choice": "none"',
+    ],
+)
+def test_what_a_reply_would_repeat_of_its_request_does_not_end_it(serve: Serve, echoed: bytes, stream: bool) -> None:
+    body = b'{"input": "x", "max_output_tokens": 2, "stream": %s, %s}' % (str(stream).lower().encode(), echoed)
+
+    async def scenario() -> None:
+        async with serve(server={"response_store_mib": 1}) as server:
+            reply = await server.http.post("/v1/responses", content=body, headers={"content-type": "application/json"})
+            if b"ud800" in echoed:
+                assert '"incomplete"' in reply.text, reply.text
+            else:
+                assert (reply.status_code, "which is not finite" in reply.text) == (400, True), reply.text
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_a_stored_response_is_continued(serve: Serve, tokenizer: PreTrainedTokenizerFast, stream: bool) -> None:
     async def scenario() -> None:
         async with serve(server={"response_store_mib": 1}) as server:

@@ -292,6 +292,8 @@ def test_the_load_is_the_number_of_requests(serve: Serve) -> None:
         ("GET", "/v1/completions", {}, 405, {"code": "method_not_allowed"}),
         ("POST", "/v1/completions", {"json": {"prompt": "a", "temperature": -1}}, 400, {"param": "temperature"}),
         ("POST", "/v1/completions", {"json": {"prompt": "a", "logit_bias": {"9999": 1}}}, 400, {"param": "logit_bias"}),
+        ("POST", "/v1/completions", {"json": {"prompt": "a", "logit_bias": {"1": 5, "01": 3}}}, 400, {}),
+        ("POST", "/v1/completions", {"json": {"prompt": "a", "logit_bias": {"\u0661": 5}}}, 400, {}),
         ("POST", "/v1/completions", {"json": {"prompt": [300]}}, 400, {"param": "prompt"}),
         ("POST", "/v1/completions", {"json": {"prompt": "a", "max_tokens": 5000}}, 400, {"param": "max_tokens"}),
         ("POST", "/v1/completions", {"json": {"prompt": ""}}, 400, {"param": "prompt"}),

@@ -34,6 +34,19 @@ def test_errors_have_their_place_and_a_fix(old: str, new: str, message: str, ser
     assert message in str(caught.value)
 
 
+def test_an_error_repeats_neither_other_options_nor_a_value_without_end(tmp_path: Path) -> None:
+    config = tmp_path / "specray.yaml"
+    config.write_text("applications: [{args: {secret: s3cr3t}}]\n")
+    with pytest.raises(ConfigError, match="import_path: Field required") as caught:
+        check_file(config)
+    assert "s3cr3t" not in str(caught.value)
+    rows = ["a0: &a0 [x]", *(f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 9)}]" for i in range(9))]
+    config.write_text("\n".join([*rows, "model: *a9"]))
+    with pytest.raises(ConfigError) as caught:
+        check_file(config)
+    assert len(str(caught.value)) < 4000
+
+
 def test_a_plan_lists_the_processes_of_every_bundle() -> None:
     config = AppConfig.model_validate(
         {
