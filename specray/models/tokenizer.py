@@ -131,6 +131,16 @@ def user_texts(value: Any) -> Iterator[str]:
             yield from user_texts(inner)
 
 
+def _keys(value: Any) -> Iterator[str]:
+    """All keys in messages, tools and variables that are texts."""
+    if isinstance(value, Mapping):
+        yield from (key for key in value if isinstance(key, str))
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for inner in value:
+            yield from _keys(inner)
+
+
 def _load(folder: Path) -> object:
     if (folder / "tokenizer.json").is_file():
         # The generic class reads the same file as AutoTokenizer, whose imports take seconds.
@@ -218,7 +228,8 @@ class _ChatEncoder:
             known = frozenset(name for name in known if not self.marks(name))
             constants = [constant for constant in constants if not self.marks(constant)]
             specials = [content for content in self._specials.values() if len(content.strip()) > 1]
-            self._words[template] = _TemplateWords(known, _Disguise(_hides_one_of_each(specials, constants)))
+            one_of_each_special = _Disguise(_hides_one_of_each(specials, constants))
+            self._words[template] = _TemplateWords(known, one_of_each_special, _part_of(specials))
         return self._words[template]
 
     def marks(self, text: str, encoding: Encoding | None = None) -> list[_Mark]:
@@ -333,14 +344,14 @@ def _template_marks(
     """The special tokens in `text` that the template wrote. InvalidRequestError if users may have written others.
 
     The chat is rendered again with users' characters disguised: all of them or, for a template that looks for words in
-    messages, one of each special token. If both renderings are equal but for the disguise, what is visible in the
-    second is the template's.
+    messages, one of each special token, which leaves an ordinary chat as it is. If both renderings are equal but for
+    the disguise, what is visible in the second is the template's.
     """
     words = encoder.words(tokenizer.get_chat_template(tools=[dict(tool) for tool in chat.tools] or None))
     written: list[_Mark] | None = None
     for disguise in (_EVERYTHING, words.one_of_each_special):
         try:
-            rendered = _render(tokenizer, _disguised(chat, disguise, words.known))
+            rendered = _render(tokenizer, _disguised(chat, disguise, words))
         except InvalidRequestError:  # the template inspects contents and rejects these
             continue
         written = _visible_marks(encoder, rendered)
@@ -350,8 +361,9 @@ def _template_marks(
             return written
     marks = encoder.marks(text)
     num_unexplained = Counter(mark.token for mark in marks) - Counter(mark.token for mark in written or ())
-    texts = list(user_texts(chat.messages)) + list(user_texts(chat.tools))
-    if num_unexplained or encoder.marks("".join(texts)) or encoder.marks("".join(each.strip() for each in texts)):
+    values, keys = (list(texts((chat.messages, chat.tools, chat.variables))) for texts in (user_texts, _keys))
+    spelt = ("".join(values), "".join(each.strip() for each in values), "\n".join(keys))
+    if num_unexplained or any(map(encoder.marks, spelt)):
         raise InvalidRequestError(
             "a message contains a special token of the model as text, and this model's chat template rewrites messages "
             "so that it cannot be distinguished from the template's own; remove it from the message",
@@ -363,26 +375,31 @@ def _template_marks(
 # ---- disguised texts -----------------------------------------------------------------------------------------------
 
 # Disguised characters are rare Chinese ones: they have no case, and are printable where templates write a `repr`.
-_HIDDEN, _FIRST_CHINESE, _FIRST_FULLWIDTH = 0x20000, 0x3000, 0xFF00
-_VISIBLE = re.compile("[^\U00020000-\U000230ff]+")
+_HIDDEN, _FIRST_CHINESE, _NUM_FOLDED = 0x20000, 0x3000, 0x6000
+_VISIBLE = re.compile("[^\U00020000-\U00028fff]+")
 _NAMING_KEYS = ("name", "type", "required")  # templates compare their values with constants, or with keys
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # which transformers copies to each other
 
 
 class _Disguise(dict[int, int]):
-    """A table for `str.translate` that replaces the characters that `hides` is true for by disguised ones."""
+    """A table for `str.translate` that replaces the characters that `hides` is true for by disguised ones.
+
+    Chinese characters stay, but not those from far blocks of which a normalizer makes others (U+FF1C is "<" to NFKC).
+    Threads share a table, so each entry is written once.
+    """
 
     def __init__(self, hides: Callable[[str], bool]) -> None:
         self._hides = hides
 
     def __missing__(self, code: int) -> int:
-        self[code] = code
-        if self._hides(chr(code)):
+        disguised = code
+        if self._hides(char := chr(code)):
             if code < _FIRST_CHINESE:
-                self[code] = _HIDDEN + code
-            elif _FIRST_FULLWIDTH <= code < 0x10000:  # normalizers make ASCII of these
-                self[code] = _HIDDEN + _FIRST_CHINESE + code - _FIRST_FULLWIDTH
-        return self[code]
+                disguised = _HIDDEN + code
+            elif min(unicodedata.normalize("NFKC", char)) < chr(_FIRST_CHINESE):  # no two have the same remainder
+                disguised = _HIDDEN + _FIRST_CHINESE + code % _NUM_FOLDED
+        self[code] = disguised
+        return disguised
 
 
 # White space is trimmed by templates, and JSON or a `repr` depends on the others.
@@ -390,10 +407,14 @@ _EVERYTHING = _Disguise(lambda char: not (char.isspace() or char < " " or char i
 
 
 class _TemplateWords(NamedTuple):
-    """What a template may look for in a chat: names, which are not disguised, and other texts."""
+    """What a template may look for in a chat: names, which are not disguised, and other texts.
+
+    `is_part` says whether a name could be a part of a special token.
+    """
 
     known: frozenset[str]
     one_of_each_special: _Disguise
+    is_part: Callable[[str], bool]
 
 
 def _names_and_constants(template: str) -> tuple[frozenset[str], list[str]]:
@@ -401,7 +422,8 @@ def _names_and_constants(template: str) -> tuple[frozenset[str], list[str]]:
     tokens = [(kind, text) for _, kind, text in Environment().lex(template) if kind != "whitespace"]
     constants = [text[1:-1] for kind, text in tokens if kind == "string"]
     attributes = [text for (_, before), (kind, text) in pairwise(tokens) if kind == "name" and before == "."]
-    names = (name for name in (*constants, *attributes, *_REASONING_KEYS) if re.fullmatch(r"[\w-]+", name))
+    steps = (step for constant in constants for step in constant.split("."))  # map(attribute="function.name")
+    names = (name for name in (*steps, *attributes, *_REASONING_KEYS) if re.fullmatch(r"[\w-]+", name))
     return frozenset(names), constants
 
 
@@ -420,16 +442,33 @@ def _hides_one_of_each(specials: Sequence[str], constants: Sequence[str]) -> Cal
     return lambda char: not chosen.isdisjoint(_folded(char + char.upper() + char.lower()))
 
 
+def _part_of(specials: Sequence[str]) -> Callable[[str], bool]:
+    """Whether a name could be a part of a special token: it is a piece of one, or has one's punctuation."""
+    joined = "\n".join("".join(_folded(special).split()) for special in specials)
+    punctuation = {char for char in joined if not char.isalnum()} - set("_-\n")
+
+    def is_part(name: str) -> bool:
+        letters = "".join(_folded(name).split())
+        return letters in joined or not punctuation.isdisjoint(letters)
+
+    return is_part
+
+
 def _folded(text: str) -> str:
     """`text` without the differences that a tokenizer's normalizer may remove."""
     return unicodedata.normalize("NFKD", text).casefold()
 
 
-def _disguised(chat: _Chat, disguise: _Disguise, known: frozenset[str]) -> _Chat:
-    """`chat` with disguised texts. Names are disguised as a whole, except roles and those that the template knows."""
+def _disguised(chat: _Chat, disguise: _Disguise, words: _TemplateWords) -> _Chat:
+    """`chat` with disguised texts. Roles and names that the template knows stay.
+
+    Names that could be a part of a special token are disguised as a whole: the template may write the rest beside them.
+    """
 
     def name(value: Any) -> Any:
-        return value if not isinstance(value, str) or value in known else value.translate(_EVERYTHING)
+        if not isinstance(value, str) or value in words.known:
+            return value
+        return value.translate(_EVERYTHING if words.is_part(value) else disguise)
 
     def copy(value: Any, key: object = None) -> Any:
         if isinstance(value, str):
