@@ -38,8 +38,8 @@ class DraftConfig(Options):
     )
     cuda_ipc: bool = Field(
         False,
-        description="Exchange hidden states and trees with a colocated drafter in the GPU's memory (CUDA IPC). "
-        "Needs MPS and an allocator without expandable_segments.",
+        description="Exchange hidden states, outcomes and trees with a colocated drafter in the GPU's memory (CUDA "
+        "IPC). Needs MPS and an allocator without expandable_segments.",
     )
     mps: Literal["auto", "off"] = Field(
         "auto",

@@ -180,7 +180,7 @@ class DraftSource(Protocol):
 
     @property
     def seconds(self) -> float:
-        """Time spent on the drafts that were collected last."""
+        """Time spent on the drafts that were collected last; 0 if they were made early (`draft_early`)."""
 
     @property
     def scores(self) -> list[list[float]]:

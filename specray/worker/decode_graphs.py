@@ -114,7 +114,8 @@ class DecodeGraphs:
     ) -> tuple[CopiedOutcome, DraftTree | None]:
         """Verify the trees of the last `forward` and keep the accepted paths.
 
-        `draft_limits`: see StepWants. The trees are those of the next step, if they are made without the host.
+        `draft_limits`: see StepWants. The trees are those of the next step, if they are made without the host and a
+        bucket holds them.
         """
         is_filtered = self._step.is_sharded and _is_filtered(batch)
         self._graphs.replay(("verify", bucket, _is_sampled(batch), is_filtered))
@@ -128,6 +129,9 @@ class DecodeGraphs:
         """Go on with the trees after this step, if those before were taken; nobody has to take them."""
         count = len(batch.num_nodes)
         if self.waits_on_device:
+            # The host will not know how many nodes of whole trees these are.
+            if smallest_bucket(self._buckets, count, 1 + self._drafts.max_draft_tokens, 0) is None:
+                return None
             gather = partial(self._step.kept_states, bucket, count) if self._drafts.aux_hidden_state_layers else None
             requests = early_requests(batch.rows.states, draft_limits)
             return self._drafts.draft_early(EarlyStep(requests, self._step.device_outcome(bucket, count), gather))

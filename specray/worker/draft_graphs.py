@@ -81,7 +81,8 @@ class DraftGraphs:
         """Trees after a step that the host does not know the outcome of, which enters the table.
 
         The step's trees had up to `num_nodes` nodes, at most `early_nodes`. `read` returns its outcome (see EarlyStep)
-        and hidden states, for which the device may wait from then on.
+        and hidden states, for which the device may wait from then on. A request that kept nothing, because the
+        target's logits are not finite, gets its root alone.
         """
         slots, count = [request.slot for request in requests], len(requests)
         most = max(request.draft_limit.num_tokens for request in requests)
@@ -90,8 +91,9 @@ class DraftGraphs:
         self._load(bucket.rows, slots, [0] * count, range(0, count * num_nodes, num_nodes))
         outcome, states = read()
         self._load_states(states)
-        self._rows[1, :count].copy_(self._commit(outcome))
-        return self._run(bucket, slots)
+        kept = self._rows[1, :count].copy_(self._commit(outcome))
+        tree = self._run(bucket, slots)
+        return tree._replace(num_nodes=tree.num_nodes.where(kept > 0, 1))
 
     def replay(self, context: ProposeContext) -> Callable[[], DraftTree] | None:
         """`ProposeContext.replay` for a step; None if no graph fits it, or if it is one of another request table."""

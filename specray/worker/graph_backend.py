@@ -98,7 +98,7 @@ class GraphBackend:
             )
             self._graphs.were_drafts_taken = True
         bucket = self._graphs.bucket(batch, draft_limits)
-        assert bucket is not None, "the step before had one"
+        assert bucket is not None, "see `DecodeGraphs.verify`"
         computed = self._graphs.forward(batch, bucket, returns_logits=False)
         outcome, drafts = self._graphs.verify(batch, bucket, draft_limits)
         return GraphPass(batch, computed, bucket, outcome, drafts=drafts)

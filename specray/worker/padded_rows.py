@@ -202,7 +202,9 @@ class PaddedRows:
         def before() -> Tensor:
             return table.kv_slots_at(rows, (flat - 1).clamp(min=0))
 
-        return ReadTokens(table.tokens_at(rows, flat), flat, batch.slot_mapping, attend, last, before)
+        # A request whose end the host does not know yet may be longer than the model's context.
+        known_to_model = flat.clamp(max=kv.last_position)
+        return ReadTokens(table.tokens_at(rows, flat), known_to_model, batch.slot_mapping, attend, last, before)
 
 
 def _padded(kv: DraftKV) -> PaddedAttention:

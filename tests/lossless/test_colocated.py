@@ -272,6 +272,7 @@ FAULTS: dict[str, Fault] = {
     "no-scores": Fault("nonsense", reply=lambda reply: reply._replace(scores=[["high"]] * len(reply.trees))),  # type: ignore[list-item]
     "other-number": Fault("nonsense", reply=lambda reply: reply._replace(number=reply.number + 1)),
     "unknown-fault": Fault("nonsense", reply=lambda reply: reply._replace(fault="unknown")),  # type: ignore[arg-type]
+    "fault-of-the-target": Fault("nonsense", reply=lambda reply: DraftReply.failed(reply.number, 0.1, DraftFault.LATE)),
     "nothing": Fault("nonsense", reply=lambda _: msgpack.packb(None)),
     "noise": Fault("nonsense", reply=lambda _: bytes([0xC1, 0xFF])),
 }

@@ -1,10 +1,14 @@
 """Steps with drafts begin before the host has the outcome of those before them, in graphs, and the output stays."""
 
+import fcntl
+import json
+import math
+import resource
 import socket
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +25,15 @@ from specray.models.tokenizer import load_tokenizer
 from specray.ops.host_copy import HostCopy
 from specray.sampling_params import SamplingParams
 from specray.spec_decode.draft_tree import DraftTree
-from specray.step import StepPlan, StepResult
+from specray.step import DraftLimit, StepPlan, StepResult
 from specray.step_wire import pack, unpack_result
 from specray.testing.conformance import PROMPTS, SAMPLED, require_equal
+from specray.worker import buckets
+from specray.worker.decode_graphs import DecodeGraphs
+from specray.worker.draft_graphs import DraftGraphs
+from specray.worker.input_batch import StepBatch
 from specray.worker.padded_step import CopiedOutcome
-from specray.worker.remote_drafter import server, source
+from specray.worker.remote_drafter import handshake, server, source
 from specray.worker.remote_drafter.device_trees import DeviceTrees
 from specray.worker.remote_drafter.ring import NUM_REGIONS
 from specray.worker.remote_drafter.server import DraftServer, make_draft_server, remote_target_view
@@ -431,6 +439,141 @@ def test_a_drafter_that_breaks_after_it_was_told_early_costs_its_drafts_alone(
     late = {"late": 1.0} if engine.stats.values["specray_late_drafts_total"] else {}
     noticed = {name for name, number in (faults | late).items() if number} - ({"late"} if kind != "late" else set())
     assert noticed == ({kind} if kind else set())
+
+
+@pytest.fixture
+def early_orders(monkeypatch: pytest.MonkeyPatch, prompt_replies: None) -> list[DraftServer]:  # noqa: ARG001
+    """The drafter of each early order."""
+    draft_early, drafters = DraftServer._draft_early, list[DraftServer]()
+
+    def recorded(drafter: DraftServer, *args: Any) -> None:
+        drafters.append(drafter)
+        draft_early(drafter, *args)
+
+    monkeypatch.setattr(DraftServer, "_draft_early", recorded)
+    return drafters
+
+
+def test_no_order_is_early_if_no_graph_holds_whole_trees(
+    toy: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    early_orders: list[DraftServer],
+    begun: Counter[tuple[bool, bool]],
+) -> None:
+    """The host knows the sizes of trees too late then, which are mostly smaller."""
+    plain = generate(toy, PROMPTS[SOME], SAMPLED[SOME], disable_cuda_graph=True, disable_overlap_schedule=True)
+    monkeypatch.setattr(buckets, "MAX_TOKENS", 12)
+    config = colocated_config(toy, tmp_path, 2)
+    with fake_ipc(), colocated_worker(config, tmp_path, uses_cuda_ipc=True) as worker:
+        early_orders.clear()
+        begun.clear()
+        engine = engine_of(worker, config)
+        found = tokens_of(engine, PROMPTS[SOME], SAMPLED[SOME])
+    assert found == [choice.token_ids for choice in plain]
+    assert begun[False, True] > 10, begun
+    assert not early_orders
+    assert engine.stats.values["specray_spec_decode_num_draft_tokens_total"] > 10
+
+
+@pytest.mark.usefixtures("begun")
+def test_requests_longer_than_a_draft_model_reads_end_early_orders(
+    toy: Path, tmp_path: Path, early_orders: list[DraftServer]
+) -> None:
+    """Some that were sent before the host knew the length are past its last position."""
+    [plain] = generate(toy, [[5, 6, 7]], GREEDY, disable_cuda_graph=True)
+    config = colocated_config(toy, tmp_path, 1, "STANDALONE-tree")
+    file = tmp_path / "draft" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": 18}))
+    with fake_ipc(), colocated_worker(config, tmp_path, uses_cuda_ipc=True) as worker:
+        early_orders.clear()
+        engine = engine_of(worker, config)
+        assert tokens_of(engine, [[5, 6, 7]], [GREEDY]) == [plain.token_ids]
+    assert 2 < len(early_orders) < 18, len(early_orders)
+    assert not any(engine.stats.labelled["specray_draft_faults_total"].values())
+
+
+@pytest.mark.usefixtures("prompt_replies", "begun")
+def test_a_request_whose_logits_are_not_finite_leaves_the_others_their_drafter(
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its hidden states are not either, and the drafter reads them before the host knows."""
+    verify, are_broken = DecodeGraphs.verify, list[bool]()
+
+    def broken(graphs: DecodeGraphs, batch: StepBatch, bucket: buckets.Bucket, limits: Sequence[DraftLimit]) -> Any:
+        breaks = not any(are_broken) and len(are_broken) > 8 and len(batch.num_nodes) == 2
+        if breaks:
+            graphs._step._logits[: bucket.nodes] = math.nan
+            graphs._step._aux[: bucket.nodes] = math.nan
+        outcome, drafts = verify(graphs, batch, bucket, limits)
+        are_broken.append(breaks and drafts is not None)
+        return outcome, drafts
+
+    prompts, params = [[5, 6, 7], [8, 9, 10]], [replace(GREEDY, max_tokens=50)] * 2
+    plain = generate(toy, prompts, params, disable_cuda_graph=True)
+    config = colocated_config(toy, tmp_path, 2)
+    with fake_ipc(), colocated_worker(config, tmp_path, uses_cuda_ipc=True) as worker:
+        monkeypatch.setattr(DecodeGraphs, "verify", broken)
+        engine = engine_of(worker, config)
+        found = tokens_of(engine, prompts, params)
+    assert any(are_broken)
+    assert len(found[0]) < 50
+    assert found[1] == plain[1].token_ids
+    assert not any(engine.stats.labelled["specray_draft_faults_total"].values())
+
+
+@pytest.mark.usefixtures("begun")
+def test_a_drafter_that_wants_no_more_early_orders_gets_none(
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, early_orders: list[DraftServer]
+) -> None:
+    early_nodes = DraftGraphs.early_nodes
+    monkeypatch.setattr(DraftGraphs, "early_nodes", lambda *args: early_nodes(*args) * (len(early_orders) < 4))
+    config = colocated_config(toy, tmp_path, 1)
+    with fake_ipc(), colocated_worker(config, tmp_path, uses_cuda_ipc=True) as worker:
+        early_orders.clear()
+        tokens_of(engine_of(worker, config), [[5, 6, 7]], [GREEDY])
+    assert len(early_orders) == 4
+
+
+@pytest.mark.usefixtures("begun")
+def test_a_long_prompt_does_not_lengthen_the_waits_for_early_orders(
+    toy: Path, tmp_path: Path, early_orders: list[DraftServer]
+) -> None:
+    """Nor are the seconds of another order's drafts those of a step."""
+    config = colocated_config(toy, tmp_path, 1)
+    with fake_ipc(), colocated_worker(config, tmp_path, uses_cuda_ipc=True) as worker:
+        assert isinstance(worker.drafts, source.RemoteDrafts)
+        peer = worker.drafts._peer
+        assert peer is not None
+        early_orders.clear()
+        peer._recent = deque([9.0], maxlen=8)
+        tokens_of(engine_of(worker, config), [[5, 6, 7]], [GREEDY])
+        assert len(early_orders) > 8
+        assert max(peer._recent) < 9.0
+        assert worker.drafts.seconds == 0.0
+
+
+@pytest.mark.usefixtures("begun")
+def test_early_orders_need_no_small_descriptor(toy: Path, tmp_path: Path, early_orders: list[DraftServer]) -> None:
+    config = colocated_config(toy, tmp_path, 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, hard), hard))
+
+    def listening(address: str) -> socket.socket:
+        with handshake.listen(address) as small:
+            large = socket.socket(fileno=fcntl.fcntl(small.fileno(), fcntl.F_DUPFD, 1024))
+        large.setblocking(False)
+        return large
+
+    try:
+        with pytest.MonkeyPatch.context() as patch, fake_ipc():
+            patch.setattr(source, "listen", listening)
+            with colocated_worker(config, tmp_path, uses_cuda_ipc=True) as worker:
+                early_orders.clear()
+                tokens_of(engine_of(worker, config), [[5, 6, 7]], [GREEDY])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(early_orders) > 5
 
 
 @pytest.mark.usefixtures("prompt_replies", "begun")

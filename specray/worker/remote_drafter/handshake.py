@@ -30,7 +30,7 @@ class DraftEndpoint(NamedTuple):
     address: str
     epoch: int
     placement: DraftPlacement = "colocated"
-    uses_cuda_ipc: bool = False  # hidden states and trees cross in the memory of the GPU of both processes
+    uses_cuda_ipc: bool = False  # hidden states, outcomes and trees cross in the memory of the GPU of both processes
 
 
 class DrafterHandshake(NamedTuple):

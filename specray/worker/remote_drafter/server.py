@@ -97,6 +97,7 @@ class DraftServer:
         self._group = group or RankGroup()
         self._graphs, self._table = graphs, table
         self._unsent: deque[_EarlyTrees] = deque()
+        self._continues = False  # graphs have read all tokens of the last order's requests
         self._composite = composite_of(drafter)
         self.handshake = DrafterHandshake(
             drafter.max_draft_tokens, list(drafter.aux_hidden_state_layers), drafter.reads_next_token
@@ -179,13 +180,17 @@ class DraftServer:
 
         tree = self._graphs.draft_early(order.requests, num_nodes, read)
         trees.put(order.region, order.number, limited(tree, [request.draft_limit for request in order.requests]))
-        self._unsent.append(_EarlyTrees(order.number, HostCopy(tree.num_nodes), self._graphs.early_nodes(count)))
+        self._unsent.append(_EarlyTrees(order.number, HostCopy(tree.num_nodes), self._early_nodes(count)))
 
     def _record(self, order: Order, decoder: DeltaDecoder) -> None:
         """What the step of an early order has committed, for the drafter's record of what it has read."""
         self._drafter.release(order.freed_slots)
         tree = DraftTree.from_lists([], self._device)  # nobody takes it
-        self._drafter.propose(decoder.committed(order, tree))
+        self._continues &= self._drafter.propose(decoder.committed(order, tree)) is tree
+
+    def _early_nodes(self, num_requests: int) -> int:
+        """See `DraftReply.early_nodes`."""
+        return self._graphs.early_nodes(num_requests) if self._graphs is not None and self._continues else 0
 
     def _pass_on(self, order: bytes, states: Tensor) -> Tensor:
         """Send an order and its hidden states to the other drafters; these states."""
@@ -229,9 +234,9 @@ class DraftServer:
         if not order.requests:  # no tree was waited for, and the target may write the region again after the reply
             wait_for(self._device)
         uses = [] if self._composite is None else list(self._composite.take_uses())
-        if self._graphs is not None and drafted is self._graphs.last:  # it has read all tokens of these requests
-            reply = reply._replace(early_nodes=self._graphs.early_nodes(len(order.requests)))
-        return reply._replace(seconds=time.perf_counter() - start, uses=uses)
+        self._continues = self._graphs is not None and drafted is self._graphs.last
+        early_nodes = self._early_nodes(len(order.requests))
+        return reply._replace(seconds=time.perf_counter() - start, uses=uses, early_nodes=early_nodes)
 
     def _receive_handshake(
         self, connection: socket.socket, channel: Channel

@@ -90,6 +90,8 @@ class RemoteDrafts:
         self._is_new = False
         self._faults: list[DraftFault] = []
         self._server = listen(endpoint.address)
+        self._arrivals = select.poll()  # unlike `select.select`, for every descriptor
+        self._arrivals.register(self._server, select.POLLIN)
 
     @property
     def max_draft_tokens(self) -> int:
@@ -125,7 +127,7 @@ class RemoteDrafts:
 
     def draft_early(self, step: EarlyStep) -> DraftTree | None:
         # A step that does not begin early admits the drafter that waits.
-        if (peer := self._peer) is None or select.select([self._server], [], [], 0.0)[0]:
+        if (peer := self._peer) is None or self._arrivals.poll(0):
             return None
         with self._recorded_faults():
             self._note_broken(peer.receive(self._pending))
@@ -476,11 +478,14 @@ class _Peer:
         except ValueError:
             raise DraftFaultError(DraftFault.NONSENSE) from None
         self._free.append(sent.region)
-        if reply.seconds:  # a drafter does not know how long its device has waited for an outcome
-            self._recent.append(reply.seconds)
-            self.seconds = reply.seconds
+        # 0 after an early order, because the drafter does not know how long its device has waited for the outcome. A
+        # step then waits for LEAST_WAIT_S from its outcome on, and a drafter that is behind gets no early orders.
+        self.seconds = reply.seconds
+        self._recent.append(reply.seconds)
         self._uses += reply.uses
-        if self.trees is not None and reply.early_nodes and not self._unanswered:
+        if self.trees is None or not reply.early_nodes:
+            self._early_slots.clear()
+        elif not self._unanswered:
             self._early_slots = set(sent.slots) - sent.freed
             self._early_nodes = min(reply.early_nodes, 1 + self.handshake.max_draft_tokens)
         if self.trees is None and sent.slots and not self._unanswered:

@@ -19,7 +19,7 @@ from specray.config import MAX_DRAFTERS
 from specray.spec_decode.draft_tree import NONE, ROOT, DraftTree, TreeLists
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext, bounds_on_host
 from specray.spec_decode.request_table import RequestTable
-from specray.step import DrafterUse, DraftFault, NewRequest
+from specray.step import TOLERATED_FAULTS, DrafterUse, DraftFault, NewRequest
 from specray.worker.remote_drafter.received_trees import ReceivedTree
 
 Score = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
@@ -80,7 +80,7 @@ class DraftReply(NamedTuple):
     number: int
     seconds: float  # 0: not known
     trees: list[TreeLists]
-    fault: str | None  # name of a DraftFault
+    fault: str | None  # name of a DraftFault that ends the drafter: the others are the target's to notice
     uses: Annotated[list[DrafterUse], Field(max_length=MAX_DRAFTERS)]  # of several drafters
     scores: list[list[Score]]  # scores of each tree's nodes, or empty where they are not known
     num_broken: int = 0  # trees that are only roots because their drafter's logits are not finite
@@ -155,7 +155,7 @@ def unpack_reply(data: bytes) -> DraftReply:
         reply = _REPLY.validate_python(msgpack.unpackb(data), strict=True)
     except ValueError:  # of msgpack or pydantic; their messages would print the data, however deeply it is nested
         raise ValueError("not a reply: its fields have other types or bounds") from None
-    if reply.fault not in (None, *DraftFault):
+    if reply.fault not in {None, *DraftFault} - TOLERATED_FAULTS:
         raise ValueError(f"not a reply: its fault is {str(reply.fault)[:20]!r}")
     if not all(map(_is_possible, reply.uses)):
         raise ValueError("not a reply: a drafter's use has impossible numbers")
