@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from specray.config import EngineConfig
-from specray.engine import recorder
+from specray.engine import acceptance_alarm
 from specray.engine.drafter_selection.bandit import DrafterBandit
 from specray.engine.drafter_selection.paired_gain import MIN_REQUESTS
 from specray.engine.drafter_selection.selector import LOWER_BOUND, DrafterSelector
@@ -145,16 +145,16 @@ def test_an_engine_with_one_drafter_selects_nothing(monkeypatch: pytest.MonkeyPa
 
 def test_a_collapse_is_that_of_the_drafter_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trees of other drafters, and those of clients' predictions, do not count."""
-    monkeypatch.setattr(recorder, "NUM_TREES", 4)
+    monkeypatch.setattr(acceptance_alarm, "NUM_TREES", 4)
     engine, executor = make_engine(default_drafter="fast")
     predicted = [replace(request(seed, [2, 3], 20), predicted_token_ids=[4, 5]) for seed in range(3)]
     executor.accept(5, 0)
     run(engine, predicted)
-    assert not any(engine.stats.labelled[recorder.COLLAPSED].values())
+    assert not any(engine.stats.labelled[acceptance_alarm.COLLAPSED].values())
     run(engine, [replace(request(3, [2, 3], 20), drafter="slow")])
     executor.accept(5, 2)
     run(engine, [request(4, [2, 3], 40)])
-    assert engine.stats.labelled[recorder.COLLAPSED] == {"slow": 1, "fast": 0}
+    assert engine.stats.labelled[acceptance_alarm.COLLAPSED] == {"slow": 1, "fast": 0}
 
 
 def test_a_running_request_keeps_its_drafter_when_the_drafters_change() -> None:
