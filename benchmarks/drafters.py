@@ -22,7 +22,7 @@ from specray.config import SpeculativeConfig
 MERGED, SOURCES = "eagle3-ngram", ("eagle3", "ngram")  # files in configs/
 MERGED_TABLE = "Merged trees, one request, `budget: auto`"
 BANDIT, ALONE, SOME_SHADOWED, ALL_SHADOWED = "bandit", "alone", "a quarter shadowed", "all shadowed"
-KINDS = {"copy": 6, "code": 6, "chat": 6}  # prompts of each
+NUM_EACH = 6  # prompts of each kind
 SHARE, LARGER_SHARE = 0.05, 0.25  # the second is measured, because the cost of the first is less than the noise
 LEARNING_ROUNDS = 4  # of all prompts, before the bandit is measured
 
@@ -62,10 +62,10 @@ def merged(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
                 yield Figure(f"accept length, {name}, budget: auto, {where}, {kind}", length, None, cell=cell)
 
 
-def mixed(effort: Effort) -> list[tuple[str, Prompt]]:
+def mixed(effort: Effort, most_each: int = NUM_EACH) -> list[tuple[str, Prompt]]:
     """(kind, prompt) of all kinds in turn."""
     most = {"copy": effort.num_copy, "code": effort.num_code, "chat": effort.num_chat}
-    groups = [[(kind, prompt) for prompt in prompts_of(kind, min(n, most[kind]))] for kind, n in KINDS.items()]
+    groups = [[(kind, prompt) for prompt in prompts_of(kind, min(n, most_each))] for kind, n in most.items()]
     turns = [pair for turn in zip_longest(*groups) for pair in turn if pair is not None]
     return [(kind, prompt.model_copy(update={"category": ALL})) for kind, prompt in turns]
 
@@ -96,7 +96,7 @@ def _bandit(session: Session, prompts: Sequence[tuple[str, Prompt]], settings: S
         best, needed = best + seconds[better], needed + seconds[BANDIT]
     num_seen = LEARNING_ROUNDS * len(prompts)
     what = (
-        f"bandit over {' and '.join(names)} / the better one for each kind, {', '.join(KINDS)} in turn, "
+        f"bandit over {' and '.join(names)} / the better one for each kind, copy, code, chat in turn, "
         f"after {num_seen} requests"
     )
     yield Figure(what, best / needed, 0.97)

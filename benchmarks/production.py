@@ -8,7 +8,6 @@ from pathlib import Path
 from random import Random
 from statistics import median
 from tempfile import TemporaryDirectory
-from unittest.mock import patch
 
 from benchmarks.drafters import MERGED, mixed
 from benchmarks.eagle import EAGLE3, served
@@ -26,23 +25,24 @@ from specray.engine.request_log import EVERY_TENANT, LoggedRequest, RequestLog
 from specray.llm import LLM
 
 NGRAM = "ngram"
-REPLAY = "Replay: predicted / measured tokens per CPU second, whole trees"
+REPLAY = "Replay: predicted / measured tokens a second, whole trees"
 LENGTHS = "Accept lengths of whole trees, by replay"
 TREES = ("4-3-6", "6-3-8")
 LOADS = (1, CONCURRENCY)
 WITHOUT, AUDITED = "without", "audited"
 AUDITED_SHARE = 0.01
 LOG_BYTES = 2**26
-PROMPTS_EACH, MOST_TOKENS = 3, 64  # of each kind, and of an answer
+PROMPTS_EACH, MOST_EACH, MOST_TOKENS = 3, 16, 64  # prompts of each kind, few and many, and tokens of an answer
 
 
 def predictions(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
     """Plain decoding writes a log, which is replayed with drafters that then generate the same texts.
 
-    Costs and speeds are measured in turn, and in CPU time of this process: other programs change both less.
+    There are several times as many prompts as run at once: while few do, those whose drafts are right have the share of
+    steps that they would have alone, and a server that is always full gives them fewer.
     """
     del wanted
-    plain, prompts = _plain(), _prompts(effort)
+    plain, prompts = _plain(), _many_prompts(effort)
     engines = {PLAIN: plain} | {name: plain.with_speculative(method) for name, method in _methods().items()}
     variants = [EngineVariant(name, llm) for name, llm in engines.items()]
     settings = Settings(max_tokens=min(effort.max_tokens, MOST_TOKENS), ignore_eos=True)
@@ -54,16 +54,15 @@ def predictions(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
         ratios: dict[str, list[float]] = defaultdict(list)
         for number in range(effort.rounds):
             own = replace(settings, concurrency=load, cache_salt=f"{number}-{load}-")  # n-grams know no earlier round
-            with patch("time.perf_counter", time.process_time):
-                costs = measure_costs(engines, logged, [load])
-                records = compare(variants, prompts, plain.tokenizer, own)
+            costs = measure_costs(engines, logged, [load])
+            records = compare(variants, prompts, plain.tokenizer, own)
             for name in engines:
                 predicted = predicted_speeds(costs[name], replayed[name], [load])[load]
                 ratios[name].append(predicted / _decode_speed(records, name))
         for name, values in ratios.items():
             yield Figure.of(f"{name}, {load} at once", values, None, (REPLAY, name, f"{load} at once"))
             errors.append(abs(median(values) - 1))
-    what = "replay: largest error of the predicted tokens per CPU second"
+    what = "replay: largest error of the predicted tokens a second"
     yield Figure(what, max(errors), 0.05, "{:.1%}", at_most=True)
 
 
@@ -127,6 +126,13 @@ def _plain() -> LLM:
 def _prompts(effort: Effort) -> list[Prompt]:
     copy, code, chat = (min(PROMPTS_EACH, most) for most in (effort.num_copy, effort.num_code, effort.num_chat))
     return [prompt for _, prompt in mixed(effort._replace(num_copy=copy, num_code=code, num_chat=chat))]
+
+
+def _many_prompts(effort: Effort) -> list[Prompt]:
+    """All built-in ones, kinds in a random order, so that at each time as many of each kind run as are measured."""
+    prompts = [prompt for _, prompt in mixed(effort, MOST_EACH)]
+    Random(0).shuffle(prompts)
+    return prompts
 
 
 def _methods() -> dict[str, SpeculativeConfig]:

@@ -26,7 +26,7 @@ NOT_SHOWN = {
     "Attention of one layer, bfloat16, in microseconds",
     "Time of a step / the rank's time in it",
     "Checks",
-    "Replay: predicted / measured tokens per CPU second, whole trees",  # the largest error is among the figures
+    "Replay: predicted / measured tokens a second, whole trees",  # the largest error is among the figures
 }
 README_MACHINE = "AMD EPYC (Zen 3), 2 cores"
 

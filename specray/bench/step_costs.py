@@ -1,12 +1,12 @@
 """What a step of each drafting method costs on this machine, measured by generating logged requests again for a moment.
 
-A step's cost depends on the number of requests and drafts and hardly on the text, so a few dozen tokens of a few
-requests show it. Methods take turns, as in a comparison.
+A step's cost depends on the number of requests and drafts, somewhat on the lengths of their contexts, and hardly on
+the text. So a few dozen tokens from the middle of a few requests, whose lengths are spread as those of all, show it.
+Methods take turns, as in a comparison.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import cycle, islice
 from typing import Any
 
 from tqdm import tqdm
@@ -42,7 +42,7 @@ def measure_costs(
     batch_sizes: Sequence[int],
     progress: bool = False,
 ) -> dict[str, StepCosts]:
-    """Costs by name of the engine. `requests` are used in turn, the ends of prompts that are too long for a batch."""
+    """Costs by name of the engine. Of contexts that are too long for a batch the ends are used."""
     costs = {}
     for name, llm in engines.items():
         budget = MeasuringBudget(llm.config.speculative.max_step_draft_tokens)
@@ -53,14 +53,22 @@ def measure_costs(
     ) as bar:
         for size in batch_sizes:
             room = min(llm.engine.admission.max_length for llm in engines.values()) // size - 2 * NUM_TOKENS
-            asked = [_shortened(each, max(1, room)) for each in islice(cycle(requests), size)]
+            asked = [_middle(each, max(1, room)) for each in _spread(requests, size * NUM_TURNS)]
             for turn in range(NUM_TURNS):
                 for place in range(len(variants)):
-                    variants[(turn + place) % len(variants)].run(asked, size, f"{size}-{turn}")
+                    variants[(turn + place) % len(variants)].run(asked[turn::NUM_TURNS], size, f"{size}-{turn}")
                     bar.update()
     return costs
 
 
-def _shortened(logged: LoggedRequest, room: int) -> BenchRequest:
+def _spread(requests: Sequence[LoggedRequest], count: int) -> list[LoggedRequest]:
+    """`count` requests at equal distances in the order of their lengths."""
+    by_length = sorted(requests, key=lambda each: each.num_prompt_tokens + each.num_output_tokens)
+    return [by_length[(2 * place + 1) * len(requests) // (2 * count)] for place in range(count)]
+
+
+def _middle(logged: LoggedRequest, room: int) -> BenchRequest:
+    """Continues the request from the middle of its text."""
     params = replace(logged.params, **_LEFT_OUT, max_tokens=NUM_TOKENS, min_tokens=0, ignore_eos=True)
-    return BenchRequest(logged.prompt_token_ids[-room:], params)
+    context = [*logged.prompt_token_ids, *logged.output_token_ids[: logged.num_output_tokens // 2]]
+    return BenchRequest(context[-room:], params)

@@ -1,7 +1,7 @@
 """Replayed requests have the accept histogram that they had live, step for step, with every drafting method."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import yaml
 from specray.bench.replay import predicted_speeds
 from specray.bench.step_costs import measure_costs
 from specray.bench.teacher_forcing import Replayed, Replayer, num_accepted, unusable
+from specray.bench.variants import BenchRequest, EngineVariant, Run
 from specray.cli import main as cli
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.engine.draft_budget.costs import StepCosts, StepShape
@@ -135,6 +136,26 @@ def test_costs_are_those_of_whole_trees_at_each_batch_size(plain: LLM, toy: Path
         assert size * (1 + most) in [count for count, *_ in measured]
         assert size in [count for count, *_ in costs["plain"].to_json()["target"]]
         assert costs["tree"].seconds(StepShape(size, size * most, most)) > 0
+
+
+def test_costs_are_measured_in_the_middle_of_requests_of_all_lengths(
+    plain: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A context of the first logged request alone made predictions at one request a tenth too slow."""
+    lengths = []
+    run = EngineVariant.run
+
+    def counted(self: EngineVariant, requests: Sequence[BenchRequest], *rest: Any) -> Run:
+        lengths.extend(len(each.token_ids) for each in requests)
+        return run(self, requests, *rest)
+
+    monkeypatch.setattr(EngineVariant, "run", counted)
+    logged = [
+        replace(LOGGED, prompt_token_ids=[5] * n, num_prompt_tokens=n, output_token_ids=[6] * 8, num_output_tokens=8)
+        for n in (40, 10, 30, 20)
+    ]
+    measure_costs({"plain": plain.with_speculative(SpeculativeConfig())}, logged, [1])
+    assert lengths == [14, 24, 34, 44]
 
 
 def test_the_command_prints_arms_by_speed_and_a_block_for_a_configuration(
