@@ -22,7 +22,7 @@ def small(stories: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(production, "_methods", lambda: {"ngram": NGRAM})
     monkeypatch.setattr(production, "served", lambda _: NGRAM)
     prompts = [("chat", Prompt(category="all", turns=(text,))) for text in TEXTS]
-    monkeypatch.setattr(production, "mixed", lambda _: prompts)
+    monkeypatch.setattr(production, "mixed", lambda *_: prompts)
     monkeypatch.setattr(production, "LOADS", (1, 2))
 
 
