@@ -29,13 +29,12 @@ from tests.support.recipes import RECIPES
 
 TOKENS = [0, *(7 * place % 64 for place in range(40))]  # longer than the windows, which are of 16 tokens
 PROMPTS = [[0, *range(63, 30, -1)], [5], [0, *range(4, 40)], [7] * 7]  # NGRAM finds most tokens in the long ones
-GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)  # far past the windows
+GREEDY = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)  # past the windows and a block of keys
 SHORT = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 SAMPLED = [
     SamplingParams(temperature=temperature, seed=seed, max_tokens=12, ignore_eos=True)
     for seed, temperature in enumerate([0.0, 1.0, 1.0, 0.0])
 ]
-CASES = list(zip(PROMPTS, SAMPLED, strict=True))
 EXACT = "float32" if kernels() is None else "bfloat16"  # a type with one text, where rounding would show another one
 # One of each kind; test_conformance has all methods with Llama.
 NATIVE = ["mistral", "qwen2-window", "qwen3", "mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3"]
@@ -59,7 +58,7 @@ def test_a_decoder_gives_transformers_logits_and_one_text_with_any_drafts(name: 
         assert llm._executor.worker.capacity.has_one_text
         if kernels() is not None:
             assert_same_bits_in_any_batch(llm._executor.worker.model)
-        assert_same_with_drafts(llm, tmp_path)
+        assert_same_with_drafts(llm, tmp_path, ("NGRAM", "EAGLE3") if name in QUICK else ("EAGLE3",))
 
 
 @pytest.mark.parametrize("name", NATIVE)
@@ -68,7 +67,7 @@ def test_a_native_class_gives_transformers_logits_and_one_text_with_any_drafts(n
     with make_llm(tmp_path, model_impl="native") as llm:
         logits = logits_in_chunks(llm._executor.worker.model, TOKENS, 7)
         torch.testing.assert_close(logits, logits_of(reference, TOKENS), atol=1e-4, rtol=0.0)
-        assert_same_with_drafts(llm, tmp_path)
+        assert_same_with_drafts(llm, tmp_path, ("NGRAM", "EAGLE3"))
 
 
 def test_a_type_in_which_texts_would_depend_on_the_batch_is_refused(
@@ -90,16 +89,19 @@ def test_a_decoder_that_cannot_be_served_is_refused_with_the_reason(name: str, t
         make_llm(tmp_path)
 
 
-def assert_same_with_drafts(llm: LLM, folder: Path) -> None:
-    """Requests alone, NGRAM and a random EAGLE-3 head give the texts of a batch without drafts, at T = 0 and 1."""
+def assert_same_with_drafts(llm: LLM, folder: Path, methods: Sequence[str]) -> None:
+    """A request alone, NGRAM and a random EAGLE-3 head give the texts of a batch without drafts, at T = 0 and 1.
+
+    The head finds a token now and then, so it alone has trees that are accepted in part.
+    """
     texts = texts_of(llm, SAMPLED)
-    assert [llm.generate([prompt], params)[0].choices[0].token_ids for prompt, params in CASES[:2]] == texts[:2]
-    head = write_random_head(folder / "head", folder, 3)
-    tree = {"num_steps": 3, "eagle_topk": 2, "num_draft_tokens": 6}
-    for drafts in (
-        SpeculativeConfig(algorithm="NGRAM", num_draft_tokens=8, budget="static"),
-        SpeculativeConfig(algorithm="EAGLE3", draft_model_path=str(head), budget="static", **tree),
-    ):
+    assert llm.generate([PROMPTS[2]], SAMPLED[2])[0].choices[0].token_ids == texts[2]
+    for method in methods:
+        options: dict[str, Any] = {"num_draft_tokens": 8}
+        if method == "EAGLE3":
+            head = write_random_head(folder / "head", folder, 3)
+            options = {"draft_model_path": str(head), "num_steps": 3, "eagle_topk": 2, "num_draft_tokens": 6}
+        drafts = SpeculativeConfig(algorithm=method, budget="static", **options)
         with llm.with_speculative(drafts) as drafting:
             drafted = [generation.choices[0] for generation in drafting.generate(PROMPTS, SAMPLED)]
             assert [choice.token_ids for choice in drafted] == texts

@@ -384,10 +384,15 @@ def decoder_config(name: str, dtype: str = "float32", **changes: Any) -> Pretrai
 
 
 def write_decoder(name: str, folder: Path, seed: int = 5, **changes: Any) -> PreTrainedModel:
-    """Write a model folder, with `changes` of its configuration.
+    """Write a model folder, with `changes` of its configuration; returns what `random_decoder` does."""
+    model = random_decoder(name, seed, **changes)
+    model.save_pretrained(folder)
+    toy_tokenizer().save_pretrained(folder)
+    return model
 
-    Returns transformers' model with the same weights and its own attention.
-    """
+
+def random_decoder(name: str, seed: int = 5, **changes: Any) -> PreTrainedModel:
+    """Transformers' model, with `changes` of its configuration and its own attention."""
     torch.manual_seed(seed)
     config = decoder_config(name, **changes)
     auto: Any = AutoModelForMultimodalLM if name in IMAGE_MODELS else AutoModelForCausalLM
@@ -402,8 +407,6 @@ def write_decoder(name: str, folder: Path, seed: int = 5, **changes: Any) -> Pre
             elif name.startswith(("qwen3_next", "qwen3_5")) and "norm" in key and "linear_attn." not in key:
                 tensor.data -= 1.0  # these norms' weights are differences from 1
     model.tie_weights()
-    model.save_pretrained(folder)
-    toy_tokenizer().save_pretrained(folder)
     return model
 
 
