@@ -14,11 +14,10 @@ pytest.importorskip("triton")
 from specray.config import SpeculativeConfig
 from specray.ops import backends
 from specray.ops.gpu.attention import TritonAttend
-from specray.ops.graphs import Graphs
 from specray.sampling_params import SamplingParams
 from tests.support import attention_libraries
 from tests.support.engine import generate, make_llm
-from tests.support.graph_stand_in import RepeatedCall
+from tests.support.graph_stand_in import GraphsAtOnce, RepeatedCall
 from tests.support.methods import METHODS
 
 PROMPTS = [[0, 9, 8, 7, 6, 5, 9, 8], [0, *range(4, 20)]]
@@ -98,10 +97,12 @@ def test_decode_steps_in_graphs_are_tritons(
     """The libraries plan on the host, which a graph would not repeat. Prompts stay theirs."""
     expected = [choice.token_ids for choice in generate(toy, PROMPTS, PARAMS)]
     monkeypatch.setenv("SPECRAY_KERNELS", "torch")  # the CPU kernels have no graphs
-    monkeypatch.setattr("specray.worker.startup.make_graphs", lambda *_: Graphs(RepeatedCall))
+    monkeypatch.setattr("specray.worker.startup.make_graphs", lambda *_: GraphsAtOnce(RepeatedCall))
     options = METHODS["EAGLE3"](toy, tmp_path).model_dump() | CHAIN | {"draft_attention_backend": "torch"}
     speculative = SpeculativeConfig(**options)
-    with make_llm(toy, attention_backend=backend, speculative=speculative, max_running_requests=1) as llm:
+    # A warm-up reads a chunk in Triton's interpreter.
+    sizes = {"max_running_requests": 1, "context_length": 64, "chunked_prefill_size": 8}
+    with make_llm(toy, attention_backend=backend, speculative=speculative, **sizes) as llm:
         seen = [each.choices[0].token_ids for each in llm.generate(PROMPTS, PARAMS)]
         assert llm._executor.capacity.without_graphs == ()
     assert seen == expected

@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 NAMES = ["EAGLE3", "EAGLE-map"]  # `deterministic` decodes without drafts
 IN_GRAPHS = [None, "EAGLE3", "EAGLE3-chain"]
 PROMPTS = [[0, 9, 8, 7, 6, 5, 9, 8], [5]]
+CHUNK = {"chunked_prefill_size": 8}  # which the warm-up reads, in the interpreter
 PARAMS = [
     SamplingParams(seed=1, temperature=0.0, max_tokens=4),
     SamplingParams(seed=2, temperature=0.8, max_tokens=5, ignore_eos=True),
@@ -34,7 +35,7 @@ def outputs(toy: Path, folder: Path, names: list[str | None], **options: Any) ->
     found = {}
     for name in names:
         method = {} if name is None else {"speculative": METHODS[name](toy, folder)}
-        found[str(name)] = [choice.token_ids for choice in generate(toy, PROMPTS, PARAMS, **options, **method)]
+        found[str(name)] = [choice.token_ids for choice in generate(toy, PROMPTS, PARAMS, **CHUNK, **options, **method)]
     return found
 
 
@@ -89,7 +90,7 @@ def deterministic(toy: Path, folder: Path) -> dict[str, Any]:
     from specray.ops.gpu.attention import TritonAttention
 
     options = {"dtype": "bfloat16", "deterministic": True}
-    with make_llm(toy, **options) as llm:
+    with make_llm(toy, **CHUNK, **options) as llm:
         attention = llm._executor.worker.backend.runner.attention
         assert isinstance(attention, TritonAttention), attention
         has_one_text = llm._executor.capacity.has_one_text
