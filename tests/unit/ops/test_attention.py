@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -16,6 +16,7 @@ from specray.ops.attention_torch import _BATCH_BYTES, _SHORT, _grouped
 from specray.ops.backends import check_kv_dtype, make_backend
 from specray.ops.cpu.library import kernels
 from specray.ops.layer_attention import LayerAttention
+from tests.support.examples import at_most
 
 NUM_SLOTS = 464  # 29 pages: at most 432 slots of a batch, and the first page, which stays free
 DIM, LAYERS = 8, 2
@@ -139,7 +140,7 @@ any_batch = given(batches, st.booleans(), st.integers(0, 1), st.sampled_from(GRO
 
 @compiled
 @any_batch
-@settings(max_examples=60)
+@at_most(60)
 def test_every_query_attends_to_its_past_and_its_ancestors_in_the_window(
     backend: str, shapes: list[RequestShape], scattered: bool, layer: int, grouping: tuple[int, int], window: int | None
 ) -> None:
@@ -147,7 +148,7 @@ def test_every_query_attends_to_its_past_and_its_ancestors_in_the_window(
 
 
 @any_batch
-@settings(max_examples=12)
+@at_most(12)
 def test_every_query_attends_as_it_should_in_tritons_interpreter(
     shapes: list[RequestShape], scattered: bool, layer: int, grouping: tuple[int, int], window: int | None
 ) -> None:
@@ -289,7 +290,7 @@ def levels(draw: st.DrawFn) -> Level:
 
 @compiled
 @given(st.lists(levels(), min_size=1, max_size=5), st.booleans(), st.sampled_from([_BATCH_BYTES, 20_000, 1]), windows)
-@settings(max_examples=60)
+@at_most(60)
 def test_nodes_of_a_level_attend_to_the_past_and_their_ancestors_in_the_window(
     backend: str, rows: list[Level], scattered: bool, batch_bytes: int, window: int | None
 ) -> None:
@@ -299,7 +300,7 @@ def test_nodes_of_a_level_attend_to_the_past_and_their_ancestors_in_the_window(
 
 
 @given(st.lists(levels(), min_size=1, max_size=3), st.booleans(), windows)
-@settings(max_examples=15)
+@at_most(15)
 def test_nodes_of_a_level_attend_as_they_should_in_tritons_interpreter(
     rows: list[Level], scattered: bool, window: int | None
 ) -> None:
@@ -362,7 +363,7 @@ def test_rows_of_similar_lengths_share_a_batch() -> None:
 
 
 @given(batches, st.booleans(), st.integers(1, 30_000))
-@settings(max_examples=40)
+@at_most(40)
 def test_results_do_not_depend_on_the_grouping(shapes: list[RequestShape], scattered: bool, batch_bytes: int) -> None:
     torch.manual_seed(0)
     pool = torch.randn(1, NUM_SLOTS, 2, KV_HEADS, DIM)
@@ -397,7 +398,7 @@ def test_half_precision_is_close_to_float64(dtype: torch.dtype, dim: int, backen
 
 @pytest.mark.skipif(kernels() is None, reason="needs the compiled kernels")
 @given(batches, st.booleans(), st.sampled_from([*GROUPINGS, (1, 20)]), st.sampled_from([32, 64]), windows)
-@settings(max_examples=40)
+@at_most(40)
 def test_the_kernels_for_bfloat16_are_close_to_float64_with_any_trees_and_windows(
     shapes: list[RequestShape], scattered: bool, grouping: tuple[int, int], dim: int, window: int | None
 ) -> None:
@@ -428,7 +429,7 @@ def from_bytes(pool: Tensor) -> Tensor:
 
 @pytest.mark.skipif(kernels() is None, reason="needs the compiled kernels")
 @any_batch
-@settings(max_examples=40)
+@at_most(40)
 def test_a_pool_in_int8_is_read_and_written_row_by_row(
     shapes: list[RequestShape], scattered: bool, layer: int, grouping: tuple[int, int], window: int | None
 ) -> None:
@@ -473,7 +474,7 @@ float8 = st.sampled_from(FLOAT8)
 
 @compiled
 @given(float8, batches, st.booleans(), st.integers(0, 1), st.sampled_from(GROUPINGS), windows)
-@settings(max_examples=40)
+@at_most(40)
 def test_a_pool_in_float8_is_read_and_written_number_by_number(
     backend: str,
     dtype: torch.dtype,
@@ -487,7 +488,7 @@ def test_a_pool_in_float8_is_read_and_written_number_by_number(
 
 
 @given(float8, batches, st.booleans(), st.integers(0, 1), st.sampled_from(GROUPINGS), windows)
-@settings(max_examples=12)
+@at_most(12)
 def test_a_pool_in_float8_is_read_and_written_in_tritons_interpreter(
     dtype: torch.dtype,
     shapes: list[RequestShape],
@@ -529,7 +530,7 @@ def numbers_for(dtype: torch.dtype) -> Tensor:
     ties = (codes[1:] + codes[:-1]) / 2
     exact = torch.cat((codes, ties, codes[-1] * torch.tensor([1.01, 1.2, 9.0, torch.inf, -1.2]))).float()
     near = torch.cat((exact, exact.nextafter(torch.tensor(torch.inf)), exact.nextafter(torch.tensor(-torch.inf))))
-    return torch.cat((near, torch.randn(4096) * 8, torch.tensor([1e-30, -1e-30, -0.0, torch.nan])))
+    return torch.cat((near, torch.randn(1024) * 8, torch.tensor([1e-30, -1e-30, -0.0, torch.nan])))
 
 
 @pytest.mark.parametrize("kernel", ["auto", "triton"])
@@ -537,18 +538,18 @@ def numbers_for(dtype: torch.dtype) -> Tensor:
 def test_kernels_round_to_float8_as_torch_does(dtype: torch.dtype, kernel: str) -> None:
     torch.manual_seed(0)
     numbers = numbers_for(dtype)
-    numbers = torch.cat((numbers, torch.zeros(-len(numbers) % 16))).view(-1, 1, 16)
+    numbers = torch.cat((numbers, torch.zeros(-len(numbers) % 64))).view(-1, 1, 64)
     count = len(numbers)
-    pools = [make_pool(1, count + 16, 1, 16, dtype, torch.device("cpu")) for _ in range(2)]
+    pools = [make_pool(1, count + 16, 1, 64, dtype, torch.device("cpu")) for _ in range(2)]
     slots, kv = torch.arange(16, count + 16), numbers[:, None].expand(-1, 2, -1, -1).contiguous()
     is_lost = kv.isnan().any(-1, keepdim=True)  # stored as zeros by Triton, see `rotate_head`
     write_kv(pools[0][0], slots, kv.masked_fill(is_lost, 0.0) if kernel == "triton" else kv)
     if kernel == "auto":
         batch = make_batch([1] * count, list(slots[:, None].numpy()), [None] * count)
-        make_backend("auto", pools[1], 1).plan(batch)(0, torch.zeros(count, 1, 16), kv)
+        make_backend("auto", pools[1], 1).plan(batch)(0, torch.zeros(count, 1, 64), kv)
     else:  # values alone: keys are rotated
         layers = pytest.importorskip("specray.ops.gpu.layers")
-        cos, sin = torch.ones(count, 1, 16), torch.zeros(count, 1, 16)
+        cos, sin = torch.ones(count, 1, 64), torch.zeros(count, 1, 64)
         qkv = kv.flatten(1, 2)[:, [0, 0, 1]]
         layers.rotate_and_store(qkv, cos, sin, None, 1.0, pools[1][0], slots)
     stored = [as_bytes(pool)[0, :, 1] for pool in pools]

@@ -5,12 +5,13 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from specray.ops.cpu.library import kernels
 from specray.spec_decode.draft_tree import TreeLists
+from tests.support.examples import at_most
 from tests.support.step_cases import MAX_TOKENS, SLOTS, both, compare_pending_trees, random_table
 from tests.support.verify_cases import trees
 
@@ -19,7 +20,7 @@ SEEDS = st.integers(0, 99)
 
 
 @given(SEEDS, st.permutations(range(SLOTS)), st.integers(1, 4), st.integers(1, 9), st.data())
-@settings(max_examples=30)
+@at_most(30)
 def test_cells_of_the_table(seed: int, order: list[int], count: int, width: int, data: st.DataObject) -> None:
     """Written from and read for some requests, in any order."""
     slots = torch.tensor(order[:count])
@@ -44,6 +45,6 @@ def test_cells_of_the_table(seed: int, order: list[int], count: int, width: int,
 
 
 @given(st.lists(trees(), min_size=1, max_size=4), st.data())
-@settings(max_examples=150)
+@at_most(150)
 def test_pending_trees(lists: list[TreeLists], data: st.DataObject) -> None:
     compare_pending_trees("auto", lists, data)

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specray.ops.cpu.library import kernels
 from specray.ops.cpu.matrix import PackedMatrix
+from tests.support.examples import at_most
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -32,7 +33,7 @@ def assert_largest(found: torch.Tensor, whole: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
+@at_most(40)
 def test_the_largest_are_those_of_the_whole_product(dtype: torch.dtype, data: st.DataObject) -> None:
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32 - 1)))
     outs, ins, count = (data.draw(st.integers(1, most)) for most in (300, 130, 16))
