@@ -1,7 +1,6 @@
 """A drafter of several processes beside a target of several ranks: a fault of one costs drafts, never a request."""
 
 from collections.abc import Callable
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -41,7 +40,7 @@ def test_a_rank_reads_nothing_between_an_outcome_and_the_next_launch(toy: Path, 
 
 @pytest.mark.parametrize(("fault", "last"), [(kill, DraftFault.GONE), (stop, DraftFault.FROZEN)])
 def test_a_rank_of_the_drafter_that_fails_costs_drafts_until_all_are_replaced(
-    fault: Callable[[BaseProcess], None], last: DraftFault, toy: Path, tmp_path: Path
+    fault: Callable[[int], None], last: DraftFault, toy: Path, tmp_path: Path
 ) -> None:
     seen = run_draft_ranks(toy, METHODS["EAGLE3"](toy, tmp_path), PROMPTS, PARAMS, fault)
     assert seen.token_ids == plain(toy)

@@ -6,7 +6,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -32,6 +32,7 @@ from specray.worker.startup import start_worker
 from specray.worker.warm_up import warm_up
 from tests.support.graph_stand_in import recorded_graphs
 from tests.support.host_events import Launches, host_events, launches_in
+from tests.support.processes import has_ended, wait_until
 from tests.support.two_ranks import PROCESSES, TIMEOUT_S, RankZero
 
 # Steps until the first drafter is late, until it ends, and without drafts after either.
@@ -73,18 +74,16 @@ class Counting(RankZero):
         return result
 
 
-def kill(process: BaseProcess) -> None:
-    process.kill()
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
 
 
-def stop(process: BaseProcess) -> None:
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGSTOP)
+def stop(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
 
 
-def resume(process: BaseProcess) -> None:
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGCONT)
+def resume(pid: int) -> None:
+    os.kill(pid, signal.SIGCONT)
 
 
 def run_draft_ranks(
@@ -92,7 +91,7 @@ def run_draft_ranks(
     speculative: SpeculativeConfig,
     prompts: list[list[int]],
     params: list[dict[str, Any]],
-    fault: Callable[[BaseProcess], None] | None = None,
+    fault: Callable[[int], None] | None = None,
     lies: bool = False,
     is_late: bool = False,
     size: int = 2,
@@ -112,14 +111,28 @@ def run_draft_ranks(
             PROCESSES.Process(target=_follow, args=(config, rank, meeting, endpoint, in_graphs))
             for rank in range(1, size)
         ]
-        for other in others:
-            other.start()
+        # The target's process could start drafters only from a fork server of its own, which would import all again.
+        drafters = [
+            [PROCESSES.Process(target=_draft, args=(config, rank, own, endpoint, lying)) for rank in range(size)]
+            for own, lying in ((f"{meeting}/first", lies), (f"{meeting}/second", False))
+        ]
+        processes = [*others, *drafters[0], *drafters[1]]
+        for process in processes:
+            process.start()
         with ProcessPoolExecutor(1, mp_context=PROCESSES) as first:
             try:
-                arguments = config, meeting, endpoint, in_graphs, prompts, params, fault, lies, is_late
+                pids = [[_pid(process) for process in each] for each in drafters]
+                arguments = config, meeting, endpoint, pids, in_graphs, prompts, params, fault, is_late
                 return first.submit(_lead, in_graphs, fault, partial(_generate, *arguments)).result(TIMEOUT_S)
             finally:
-                _end(others)
+                for process in processes:
+                    process.kill()
+                    process.join()
+
+
+def _pid(process: BaseProcess) -> int:
+    assert process.pid is not None
+    return process.pid
 
 
 def _follow(config: EngineConfig, rank: int, meeting: str, endpoint: DraftEndpoint, in_graphs: bool) -> None:
@@ -130,7 +143,7 @@ def _follow(config: EngineConfig, rank: int, meeting: str, endpoint: DraftEndpoi
         worker.run_loop()
 
 
-def _lead(in_graphs: bool, fault: Callable[[BaseProcess], None] | None, generate: Callable[[], Seen]) -> Seen:
+def _lead(in_graphs: bool, fault: Callable[[int], None] | None, generate: Callable[[], Seen]) -> Seen:
     torch.set_num_threads(1)
     source.FIRST_WAIT_S = source.LEAST_WAIT_S = source.FROZEN_S = 3.0 if fault is stop else TIMEOUT_S
     with recorded_graphs() if in_graphs else nullcontext():
@@ -141,77 +154,72 @@ def _generate(
     config: EngineConfig,
     meeting: str,
     endpoint: DraftEndpoint,
+    drafters: list[list[int]],  # process ids of the first drafter and of the one that takes over
     in_graphs: bool,
     prompts: list[list[int]],
     params: list[dict[str, Any]],
-    fault: Callable[[BaseProcess], None] | None,
-    lies: bool,
+    fault: Callable[[int], None] | None,
     is_late: bool,
 ) -> Seen:
     worker = start_worker(config, 0, config.tp_size, f"file://{meeting}/ranks", colocate=endpoint)
     rank, num_slots = Counting(worker), worker.capacity.num_blocks * config.page_size
-    processes = _start_drafter(config, f"{meeting}/drafters", endpoint, num_slots, lies)
-    try:
-        rank.await_drafter()
-        warm_up(worker, config)
-        engine = Engine(config, rank, load_tokenizer(Path(config.model)).backend_tokenizer)
-        for index, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
-            engine.add_request(EngineRequest(str(index), prompt, make_sampling_params(**each)))
-        token_ids: list[list[int]] = [[] for _ in prompts]
-        step, marks = 0, [0]
-        with host_events() if in_graphs else nullcontext([]) as events:
-            while engine.has_work:
-                step += 1
-                if is_late and step == STEPS_IN_TIME:
-                    marks.append(rank.num_drafts)
-                    source.LEAST_WAIT_S = 0.0
-                    stop(processes[-1])
-                if is_late and step == STEPS_IN_TIME + STEPS_WITHOUT:
-                    marks.append(rank.num_drafts)
-                    source.LEAST_WAIT_S = TIMEOUT_S
-                    resume(processes[-1])
-                if is_late and step > STEPS_IN_TIME + STEPS_WITHOUT and rank.num_drafts == marks[2]:
-                    time.sleep(CATCH_UP_S)
-                if fault is not None and step == STEPS_BEFORE:
-                    marks.append(rank.num_drafts)
-                    fault(processes[-1])
-                if fault is not None and step == STEPS_BEFORE + STEPS_WITHOUT:
-                    marks.append(rank.num_drafts)
-                    _end(processes)
-                    processes = _start_drafter(config, f"{meeting}/others", endpoint, num_slots)
-                    rank.await_drafter()
-                for output in engine.step():
-                    assert output.error is None
-                    token_ids[int(output.request_id)] += output.token_ids
-        drafts = [end - start for start, end in pairwise([*marks, rank.num_drafts])]
-        return Seen(token_ids, drafts, rank.faults, launches_in(events))
-    finally:
-        _end(processes)
+    _start_drafter(f"{meeting}/first", num_slots)
+    rank.await_drafter()
+    warm_up(worker, config)
+    engine = Engine(config, rank, load_tokenizer(Path(config.model)).backend_tokenizer)
+    for index, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
+        engine.add_request(EngineRequest(str(index), prompt, make_sampling_params(**each)))
+    token_ids: list[list[int]] = [[] for _ in prompts]
+    step, marks = 0, [0]
+    with host_events() if in_graphs else nullcontext([]) as events:
+        while engine.has_work:
+            step += 1
+            if is_late and step == STEPS_IN_TIME:
+                marks.append(rank.num_drafts)
+                source.LEAST_WAIT_S = 0.0
+                stop(drafters[0][-1])
+            if is_late and step == STEPS_IN_TIME + STEPS_WITHOUT:
+                marks.append(rank.num_drafts)
+                source.LEAST_WAIT_S = TIMEOUT_S
+                resume(drafters[0][-1])
+            if is_late and step > STEPS_IN_TIME + STEPS_WITHOUT and rank.num_drafts == marks[2]:
+                time.sleep(CATCH_UP_S)
+            if fault is not None and step == STEPS_BEFORE:
+                marks.append(rank.num_drafts)
+                fault(drafters[0][-1])
+            if fault is not None and step == STEPS_BEFORE + STEPS_WITHOUT:
+                marks.append(rank.num_drafts)
+                _end(drafters[0])
+                _start_drafter(f"{meeting}/second", num_slots)
+                rank.await_drafter()
+            for output in engine.step():
+                assert output.error is None
+                token_ids[int(output.request_id)] += output.token_ids
+    drafts = [end - start for start, end in pairwise([*marks, rank.num_drafts])]
+    return Seen(token_ids, drafts, rank.faults, launches_in(events))
 
 
-def _start_drafter(
-    config: EngineConfig, meeting: str, endpoint: DraftEndpoint, num_slots: int, lies: bool = False
-) -> Sequence[BaseProcess]:
-    processes = [
-        PROCESSES.Process(target=_draft, args=(config, rank, meeting, endpoint, num_slots, lies))
-        for rank in range(config.tp_size)
-    ]
-    for process in processes:
-        process.start()
-    return processes
+def _start_drafter(folder: str, num_slots: int) -> None:
+    """Let the processes go on that wait for this folder."""
+    Path(f"{folder}-slots.part").write_text(str(num_slots))
+    Path(f"{folder}-slots.part").rename(f"{folder}-slots")
 
 
-def _end(processes: Sequence[BaseProcess]) -> None:
-    for process in processes:
-        process.kill()
-        process.join()
+def _end(pids: Sequence[int]) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            kill(pid)
+    wait_until(lambda: all(map(has_ended, pids)), TIMEOUT_S)
 
 
-def _draft(config: EngineConfig, rank: int, meeting: str, endpoint: DraftEndpoint, num_slots: int, lies: bool) -> None:
+def _draft(config: EngineConfig, rank: int, folder: str, endpoint: DraftEndpoint, lies: bool) -> None:
+    """Draft with a rank of the drafter that meets in this folder, once it is started."""
     torch.set_num_threads(1)
+    slots = Path(f"{folder}-slots")
+    wait_until(slots.exists, TIMEOUT_S)
     view = remote_target_view(config)
-    group = RankGroup(rank, config.tp_size, f"file://{meeting}", view.device)
-    server = make_draft_server(config, replace(view, group=group), num_slots)
+    group = RankGroup(rank, config.tp_size, f"file://{folder}", view.device)
+    server = make_draft_server(config, replace(view, group=group), int(slots.read_text()))
     if rank == 0:
         server.serve(endpoint.address, endpoint.epoch)
         return
