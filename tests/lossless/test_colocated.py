@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import count
+from itertools import count, cycle, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from tests.support.colocated import EPOCH, Colocated, Recorded, worker_of
 from tests.support.decoders import write_decoder
 from tests.support.engine import make_llm, visible
 from tests.support.fake_ipc import fake_ipc
-from tests.support.methods import KINDS, METHODS, Make
+from tests.support.methods import METHODS, SOME_METHODS, Make
 from tests.support.processes import wait_until
 
 PREFIX = [0, 9, 8, 7, 6, 5, 4, 30, 31, 32, 9, 8, 7, 6, 5, 4]
@@ -80,8 +80,11 @@ def recorded(llm: LLM) -> Recorded:
     return record
 
 
-# Other shapes of trees cross the channel alike, however their prompts were read.
-CASES = [(method, options, False) for method in METHODS for options in (RUNS if method in KINDS else ["chunks"])]
+# Each method crosses the channel in one of the runs, and one of each kind of memory in all of them.
+CASES = [(method, options, False) for method, options in zip(METHODS, cycle(RUNS), strict=False)]
+CASES += [
+    (method, options, False) for method, options in product(SOME_METHODS, RUNS) if (method, options, False) not in CASES
+]
 CASES += [(method, "preemption", True) for method in ("EAGLE3", "MTP-deepseek", "NGRAM", "SEVERAL")]
 
 

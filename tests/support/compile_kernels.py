@@ -118,10 +118,11 @@ def cases() -> Iterator[Case]:
     sizes = {"ROWS": experts.ROWS, "COLUMNS": experts.COLUMNS, "INPUTS": matrix.INPUT_BYTES // 2}
     for share, has_bias in product((8, 1), (False, True)):
         yield Case(matrix_kernels.multiply_pairs, numbers | {"SHARE": share, "HAS_BIAS": has_bias} | sizes)
-    for dtype, size in (("bf16", 2), ("fp16", 2), ("fp32", 4)):
-        for has_bias, columns in product((False, True), matrix.COLUMNS):
-            tile = {"ROWS": matrix.MANY_ROWS, "COLUMNS": columns, "INPUTS": matrix.INPUT_BYTES // size}
-            yield Case(matrix_kernels.multiply_rows, numbers | {"HAS_BIAS": has_bias} | tile, dtype=dtype)
+    types = (("bf16", 2), ("fp16", 2), ("fp32", 4))
+    for (row, (dtype, size)), (column, columns) in product(enumerate(types), enumerate(matrix.COLUMNS)):
+        tile = {"ROWS": matrix.MANY_ROWS, "COLUMNS": columns, "INPUTS": matrix.INPUT_BYTES // size}
+        has_bias = (row + column) % 2 == 1  # so each type and each width occurs with and without
+        yield Case(matrix_kernels.multiply_rows, numbers | {"HAS_BIAS": has_bias} | tile, dtype=dtype)
     yield from cases_of_few_rows()
     yield from cases_of_codes()
     yield from cases_of_float8()
@@ -184,7 +185,8 @@ def cases_of_verification() -> Iterator[Case]:
     filters = {"PIVOTS": sampling.PIVOTS, "BLOCK": sampling.FILTER_BLOCK, "BLOCKS_PADDED": 32}
     for masks, logits in product((False, True), ("*bf16", "*fp32")):
         has_mask, types = {"HAS_MASK": masks}, {"logits": logits}
-        for samples, has_ids in product((False, True), (False, True)):
+        for samples in (False, True):
+            has_ids = masks ^ samples ^ (logits == "*fp32")  # so any three options occur in all combinations
             block = {"SAMPLES": samples, "FILTERS": not has_ids, "HAS_IDS": has_ids, "BLOCK": sampling.BLOCK}
             yield Case(sampling_kernels.choose_in_blocks, has_mask | block, num_warps=8, types=types)
         for has_ids in (False, True):
