@@ -384,5 +384,6 @@ def _info(config: AppConfig, engine: Engine, executor: RayExecutor) -> RouterInf
         rank_nodes=executor.rank_nodes,
         node_id=ray.get_runtime_context().get_node_id() if ray.is_initialized() else "",
         without_graphs=capacity.without_graphs,
+        sums_over_ranks=capacity.sums_over_ranks,
         mps=executor.mps,
     )

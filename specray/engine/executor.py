@@ -21,6 +21,7 @@ class Capacity(NamedTuple):
     has_one_text: bool = True
     has_graphs: bool = False  # decode steps replay CUDA graphs; see `StepResult.bucket_seconds`
     without_graphs: tuple[str, ...] = ()  # what has no CUDA graphs on a GPU though they are wanted, and why
+    sums_over_ranks: str = ""  # what adds the parts of several ranks on GPUs, and why it is not the one-shot kernel
     lacks_cpu_kernels: bool = False  # computes on a CPU with torch's operations, which is several times slower
     mixed_prefill_tokens: int = 1024  # prompt tokens of a step in which other requests decode
     num_stored_states: int | None = None  # rows of the state pools for the prefix cache; None: the model has no states

@@ -57,6 +57,10 @@ class RowParallelLinear(Layer):
     def forward(self, x: Tensor) -> Tensor:
         return self.group.sum(self.run(x))
 
+    def part(self, x: Tensor) -> Tensor:
+        """This rank's part of y, which the sum over ranks completes (`RMSNorm.after_add`)."""
+        return self.run(x)
+
     def added(self, x: Tensor, residual: Tensor) -> Tensor:
         """y + residual, a new tensor."""
         return self(x).add_(residual) if self._run_added is None else self._run_added(x, residual)

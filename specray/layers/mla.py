@@ -74,6 +74,7 @@ class LatentAttention(Layer):
         return all(map(is_row_wise, (*queries, self._compress.run, self._key_map, self._value_map, self._out.run)))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """This rank's part of the output."""
         sizes = self._sizes
         queries = self._query(x).view(len(x), -1, sizes.query_dim)
         plain, turned = queries.split_with_sizes((sizes.nope_dim, sizes.rope_dim), -1)
@@ -81,7 +82,7 @@ class LatentAttention(Layer):
         q = torch.cat((on_latent, turned), -1).mul_(self._query_scale)  # [T, heads, pool_dim]
         rotate_(q[..., sizes.kv_rank :], cos, sin)
         seen = attend(self._index, q, self._kv(x, cos, sin)).view_as(q)[..., : sizes.kv_rank]
-        return self._out(self._value_map(seen.transpose(0, 1)).transpose(0, 1).flatten(1))
+        return self._out.part(self._value_map(seen.transpose(0, 1)).transpose(0, 1).flatten(1))
 
     def _kv(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """[T, 2, 1, pool_dim]"""

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from specray.layers.module import Layer
-from specray.layers.parallel import RankGroup
 from specray.ops.device_ops import ops_on
 from specray.ops.linear import is_row_wise, make_gated, make_linear
 from specray.ops.quantised_weight import Weight
@@ -136,15 +135,13 @@ class MixtureOfExperts(Layer):
         gate: Tensor,
         route: Route,
         experts: Experts,
-        group: RankGroup,
         shared: Layer | None = None,
     ) -> None:
-        """`shared` returns this rank's part of its output, which the sum over ranks completes."""
+        """`shared` returns this rank's part of its output, like the mixture."""
         super().__init__()
         self._gate = make_linear(gate)
         self._route = route
         self._experts = experts
-        self._group = group
         self._shared = shared
 
     @property
@@ -153,7 +150,7 @@ class MixtureOfExperts(Layer):
         return all(is_row_wise(part) for part in (self._gate, self._experts, self._shared) if part is not None)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, hidden] -> [T, hidden]"""
+        """[T, hidden] -> this rank's part of [T, hidden]"""
         weights, chosen = self._route(self._gate(x.float()))
         out = self._experts(x, weights, chosen).to(x.dtype)
-        return self._group.sum(out if self._shared is None else out + self._shared(x))
+        return out if self._shared is None else out + self._shared(x)

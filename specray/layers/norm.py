@@ -6,16 +6,19 @@ import torch
 from torch import Tensor, nn
 
 from specray.layers.module import Layer
+from specray.layers.parallel import RankGroup
 from specray.ops.device_ops import ops_on
 
 
 class RMSNorm(Layer):
     """x * weight / sqrt(mean(x^2) + eps) over the last dimension."""
 
-    def __init__(self, weight: Tensor, eps: float) -> None:
+    def __init__(self, weight: Tensor, eps: float, group: RankGroup | None = None) -> None:
+        """`group`: the ranks whose parts `after_add` sums."""
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.eps = eps
+        self._group = group or RankGroup()
         self._ops = ops_on(weight.device)
         self.packed = self._ops.pack_norm(weight)
 
@@ -23,8 +26,11 @@ class RMSNorm(Layer):
         return self._ops.rms_norm(x, self.packed, self.eps)
 
     def after_add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(the norm of x + residual, the sum); the sum is written to x."""
-        return self._ops.add_rms_norm(x, residual, self.packed, self.eps)
+        """(the norm of the sum, the sum), of residual and every rank's x; the sum is written to x."""
+        one_shot = self._group.one_shot
+        if one_shot is not None and one_shot.takes(x):
+            return one_shot.add_rms_norm(x, residual, self.packed, self.eps), x
+        return self._ops.add_rms_norm(self._group.sum(x), residual, self.packed, self.eps)
 
 
 class NormOfParts:

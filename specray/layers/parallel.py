@@ -1,17 +1,29 @@
 """The tensor-parallel ranks of one target and their collectives, which are no-ops with one rank.
 
-The collectives are torch.distributed's: gloo on CPUs, NCCL for tensors on GPUs.
+The collectives are torch.distributed's: gloo on CPUs, NCCL for tensors on GPUs. Small sums on GPUs are our own.
 """
 
+import logging
+import os
+import platform
 from datetime import timedelta
-from typing import NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from specray.ops.peer_buffers import PeerBuffers
+
+if TYPE_CHECKING:
+    from specray.ops.gpu.all_reduce import OneShotAllReduce
+
 _LENGTH_BYTES = 8
 _HEAD_BYTES = 4096  # sent with the length; enough for most steps, so that one broadcast suffices
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_CHECKED = 97  # numbers of the sum that is compared with NCCL's
+logger = logging.getLogger(__name__)
 
 
 class Part(NamedTuple):
@@ -45,6 +57,8 @@ class RankGroup:
         self.rank = rank
         self.size = size
         self.leads = rank == 0
+        self.one_shot: OneShotAllReduce | None = None  # after `start_one_shot`
+        self._buffers: PeerBuffers | None = None
         self._cpu: dist.ProcessGroup | None = None
         self._sums_by_rank = False
         if size > 1:
@@ -68,14 +82,25 @@ class RankGroup:
 
     def sum(self, partial: Tensor) -> Tensor:
         """Add every rank's tensor, in place; bitwise the same on all ranks."""
-        if self._sums_by_rank:
-            first, *others = self._gathered(partial)
-            partial.copy_(first)
-            for other in others:
-                partial += other
+        if self.one_shot is not None and self.one_shot.takes(partial):
+            self.one_shot.sum(partial)
+        elif self._sums_by_rank:
+            self._sum_by_rank(partial)
         elif self.size > 1:
             dist.all_reduce(partial)
         return partial
+
+    def start_one_shot(self, num_bytes: int, device: torch.device) -> str:
+        """Sum what fits in `num_bytes` of a GPU's memory by one kernel from now on; returns what sums over ranks.
+
+        Call it in every rank at once. If one of them cannot, or gets another sum, all keep NCCL's.
+        """
+        used = "one-shot kernel over symmetric memory"
+        if (reason := self._try_one_shot(num_bytes, device)) is not None:
+            self.one_shot = self._buffers = None
+            used = f"NCCL: {reason}"
+        logger.info("sums over ranks: %s", used)
+        return used
 
     def gather(self, part: Tensor) -> Tensor:
         """Concatenate every rank's equally shaped tensor along the last dimension, on all ranks."""
@@ -116,7 +141,40 @@ class RankGroup:
     def close(self) -> None:
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
+            self.one_shot = self._buffers = None
             self._cpu = None  # or its connections stay open, and other ranks wait for this one
+
+    def _try_one_shot(self, num_bytes: int, device: torch.device) -> str | None:
+        """Why this is not possible, or None."""
+        own = f"{platform.node()} {_BOOT_ID.read_text() if _BOOT_ID.exists() else ''}"
+        first = self.broadcast_bytes(own.encode() if self.leads else None).decode()
+        if not self.smallest(int(own == first)):
+            return "ranks on several machines"
+        assert dist.group.WORLD is not None
+        reason = "another rank cannot, see its log"
+        # Ray shows each rank one GPU, which is its first, and torch takes that for one GPU that all share.
+        os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+        try:
+            from specray.ops.gpu.all_reduce import OneShotAllReduce
+
+            self._buffers = PeerBuffers(num_bytes, device, dist.group.WORLD)
+            self.one_shot = OneShotAllReduce(self.rank, self._buffers.addresses, num_bytes, device)
+        except (ImportError, OSError, RuntimeError) as error:
+            reason = str(error).partition("\n")[0]
+        if not self.smallest(int(self.one_shot is not None)):
+            return reason
+        assert self.one_shot is not None
+        part = torch.arange(_CHECKED, device=device, dtype=torch.bfloat16) / (self.rank + 3)
+        summed, wanted = part.clone(), part
+        self.one_shot.sum(summed)
+        self._sum_by_rank(wanted)
+        return None if self.smallest(int(torch.equal(summed, wanted))) else "the kernel's sum differs"
+
+    def _sum_by_rank(self, partial: Tensor) -> None:
+        first, *others = self._gathered(partial)
+        partial.copy_(first)
+        for other in others:
+            partial += other
 
     def _gathered(self, part: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self.size)]

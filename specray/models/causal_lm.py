@@ -42,7 +42,7 @@ class CausalLM(FusibleModel):
         self.layers = nn.ModuleList(
             self.layer(config, loader, f"model.layers.{index}.", index) for index in range(shape.num_layers)
         )
-        self.norm = RMSNorm(loader.tensor("model.norm.weight", (shape.hidden_size,)), shape.eps)
+        self.norm = RMSNorm(loader.tensor("model.norm.weight", (shape.hidden_size,)), shape.eps, loader.group)
         head = loader.vocab_weight(output, vocab)
         is_screened = loader.screens_output and loader.group.size == 1
         self.head = VocabHead(head, shape.vocab_size, loader.group, loader.quantization, is_screened)
@@ -71,12 +71,12 @@ class CausalLM(FusibleModel):
 
     @classmethod
     def attention(cls, config: PretrainedConfig, loader: Loader, prefix: str, kv_layer: int) -> Layer:
-        """Module of (normed states [T, hidden], cos, sin, attend) -> [T, hidden]."""
+        """Module of (normed states [T, hidden], cos, sin, attend) -> this rank's part of [T, hidden]."""
         raise NotImplementedError
 
     @classmethod
     def feed_forward(cls, config: PretrainedConfig, loader: Loader, prefix: str, index: int) -> Layer:  # noqa: ARG003
-        """Module of normed states [T, hidden] -> [T, hidden]; a dense one unless a subclass overrides it."""
+        """Module of normed states [T, hidden] -> this rank's part of [T, hidden]; dense unless overridden."""
         return FeedForward(config.hidden_size, config.intermediate_size, loader, prefix + "mlp.")
 
     def forward(

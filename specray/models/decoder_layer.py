@@ -15,11 +15,13 @@ class DecoderLayer(Layer):
     """Pre-norm attention and feed-forward, each added to the residual stream."""
 
     def __init__(self, config: PretrainedConfig, loader: Loader, prefix: str, attention: Layer, ffn: Layer) -> None:
+        """`attention` and `ffn` return this rank's part of their output."""
         super().__init__()
         size, eps = (config.hidden_size,), config.rms_norm_eps
-        self.input_norm = RMSNorm(loader.tensor(prefix + "input_layernorm.weight", size), eps)
+        self.group = loader.group
+        self.input_norm = RMSNorm(loader.tensor(prefix + "input_layernorm.weight", size), eps, self.group)
         self.attention = attention
-        self.ffn_norm = RMSNorm(loader.tensor(prefix + "post_attention_layernorm.weight", size), eps)
+        self.ffn_norm = RMSNorm(loader.tensor(prefix + "post_attention_layernorm.weight", size), eps, self.group)
         self.ffn = ffn
 
     @property
@@ -29,7 +31,9 @@ class DecoderLayer(Layer):
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         normed, hidden = self.attended(self.input_norm(hidden), hidden, cos, sin, attend)
-        return self.ffn.added(normed, hidden) if isinstance(self.ffn, FeedForward) else self.ffn(normed).add_(hidden)
+        if isinstance(self.ffn, FeedForward):
+            return self.ffn.added(normed, hidden)
+        return self.group.sum(self.ffn(normed)).add_(hidden)
 
     def attended(
         self, normed: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend
@@ -56,8 +60,9 @@ class FeedForward(Layer):
         return is_row_wise(self.gate_up.run) and is_row_wise(self.down.run)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.gate_up(x))
+        """This rank's part of the output."""
+        return self.down.part(self.gate_up(x))
 
     def added(self, x: Tensor, residual: Tensor) -> Tensor:
-        """`forward(x) + residual` as a new tensor."""
+        """The sum of every rank's part, and of `residual`, as a new tensor."""
         return self.down.added(self.gate_up(x), residual)

@@ -55,17 +55,18 @@ class Attention(Layer):
         return is_row_wise(self.qkv.run) and is_row_wise(self.out.run)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """This rank's part of the output, see `RowParallelLinear.part`."""
         q_heads, kv_heads = self.num_heads, self.num_kv_heads
         qkv = self.qkv(x).view(-1, q_heads + 2 * kv_heads, self.head_dim)
         if isinstance(attend, FusedAttend):
             norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight)
-            return self.out(attend.rotated(self.index, qkv, cos, sin, norms, self._eps))
+            return self.out.part(attend.rotated(self.index, qkv, cos, sin, norms, self._eps))
         if self.q_norm is not None and self.k_norm is not None:
             qkv[:, :q_heads] = self.q_norm(qkv[:, :q_heads])
             qkv[:, q_heads:-kv_heads] = self.k_norm(qkv[:, q_heads:-kv_heads])
         rotate_(qkv.narrow(1, 0, q_heads + kv_heads), cos, sin)
         q, kv = qkv.split_with_sizes((q_heads, 2 * kv_heads), 1)
-        return self.out(attend(self.index, q, kv.view(-1, 2, kv_heads, self.head_dim)))
+        return self.out.part(attend(self.index, q, kv.view(-1, 2, kv_heads, self.head_dim)))
 
 
 def _qkv(shape: LlamaShape, loader: Loader, prefix: str, width: int) -> tuple[Weight, Tensor | None]:

@@ -54,7 +54,7 @@ def load_mixture(
     experts = _load_experts(loader, prefix, num_experts, hidden, ffn_size, names)
     gate = loader.stored(prefix + "gate.weight", (num_experts, hidden)).to(loader.device, torch.float32)
     whole = None if shared is None else _load_shared(loader, prefix + shared[0], hidden, shared[1])
-    return MixtureOfExperts(gate, route, experts, loader.group, whole)
+    return MixtureOfExperts(gate, route, experts, whole)
 
 
 def _load_experts(

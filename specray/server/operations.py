@@ -78,6 +78,7 @@ class OperationEndpoints:
             "max_total_num_tokens": info.num_kv_tokens,
             "max_draft_tokens": info.max_draft_tokens,
             "draft_mps": info.mps,
+            "sums_over_ranks": info.sums_over_ranks,
             "draft_ranks": self._config.draft_ranks(self._router_pool.drafter_rollout.speculative),
             "since_token_s": self._router_pool.token_ages,
             "rank_nodes": self._router_pool.rank_nodes,

@@ -26,9 +26,10 @@ from specray.models.registry import expands, is_native
 from specray.models.target_model import ModelShape
 from specray.models.weights import WeightReader
 from specray.ops.attention import row_bytes
+from specray.ops.peer_buffers import buffer_bytes
 from specray.spec_decode import method_of, splits_draft_models
 from specray.spec_decode.draft_setup import wanted_quantization
-from specray.worker.buckets import buckets, draft_buckets
+from specray.worker.buckets import MAX_TOKENS, buckets, draft_buckets
 from specray.worker.memory import memory_fraction, weight_options
 from specray.worker.remote_drafter.device_trees import tree_bytes
 from specray.worker.remote_drafter.handshake import DraftPlacement
@@ -39,6 +40,7 @@ _GRAPH_BYTES = 16 << 20  # that the driver keeps for a captured forward pass, or
 CONTEXT_BYTES = 600 << 20  # of CUDA and its libraries, in each process on the device
 # NCCL's buffers in each process of several ranks: 4 MiB in each direction of up to 32 channels, and smaller ones.
 NCCL_BYTES = 384 << 20
+_SEGMENT = 20 << 20  # torch's allocator takes multiples of it for buffers of this size
 logger = logging.getLogger(__name__)
 _MANY_NODES = 8  # of a tree, where num_draft_tokens is automatic
 _STATE_INPUTS = 4  # a layer with states holds at once so many times what its widest operation reads of a token
@@ -162,6 +164,8 @@ def demand_of(
         width = _layer_width(model_config, shape)
         nccl_bytes = NCCL_BYTES if group.size > 1 else 0
         dynamic = _steps(config, shape, width, dtype) + _draft_inputs(config, shape, dtype) + nccl_bytes
+        if group.size > 1:
+            dynamic += -(-one_shot_bytes(config, shape, dtype, group.size) // _SEGMENT) * _SEGMENT
         if is_split or (group.leads and placement != "separate"):
             dynamic += _drafts(config, shape, width, dtype, placement == "inline")
         if placement == "colocated" and (is_split or group.leads):
@@ -172,6 +176,12 @@ def demand_of(
                 dynamic += tree_bytes(config.max_running_requests, _most_nodes(config))
     kv = shape.num_kv_layers * _layer_bytes(shape, kv_dtype(config, dtype))
     return Demand(kv + token, weights, dynamic, config.max_running_requests * shape.state_bytes)
+
+
+def one_shot_bytes(config: EngineConfig, shape: ModelShape, dtype: torch.dtype, ranks: int) -> int:
+    """Bytes of the buffers for sums over ranks in decode steps; see `RankGroup.start_one_shot`."""
+    num_tokens = min(config.max_running_requests * _most_nodes(config), MAX_TOKENS)
+    return buffer_bytes(ranks, num_tokens, shape.hidden_size * dtype.itemsize)
 
 
 def graph_bytes(num_buckets: int, largest: StepSize) -> int:

@@ -34,6 +34,7 @@ from specray.worker.draft_graphs import graphs_of_members
 from specray.worker.graph_backend import GraphBackend
 from specray.worker.kernel_backend import KernelBackend
 from specray.worker.loading import LoadedTarget, choose_device, ring_limits
+from specray.worker.memory_plan import one_shot_bytes
 from specray.worker.model_runner import ModelRunner
 from specray.worker.remote_drafter.handshake import DraftEndpoint, DraftPlacement
 from specray.worker.remote_drafter.source import RemoteDrafts
@@ -72,6 +73,10 @@ def start_worker(
     placement: DraftPlacement = "inline" if colocate is None else colocate.placement
     uses_cuda_ipc = colocate is not None and colocate.uses_cuda_ipc
     target = LoadedTarget(config, folder, group, device, progress, model, placement, uses_cuda_ipc)
+    sums_over_ranks = ""
+    if group.size > 1 and device.type == "cuda" and ops_on(device).records_graphs:
+        shape, dtype = target.model.shape, target.model.embedding.weight.dtype
+        sums_over_ranks = group.start_one_shot(one_shot_bytes(config, shape, dtype, group.size), device)
     vocab_size = target.model.shape.vocab_size
     max_tokens = target.context_length + MAX_TREE_NODES + config.page_size
     table = RequestTable(config.max_running_requests, max_tokens, config.page_size, vocab_size, device)
@@ -112,6 +117,7 @@ def start_worker(
         has_graphs=graphs is not None,
         without_graphs=tuple(without_graphs),
         lacks_cpu_kernels=device.type == "cpu" and ops_on(device).name != "cpu",
+        sums_over_ranks=sums_over_ranks,
         num_stored_states=target.num_stored_states,
         mixed_prefill_tokens=mixed_prefill_tokens(config, is_gpu=device.type == "cuda"),
     )

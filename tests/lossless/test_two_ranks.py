@@ -1,6 +1,7 @@
 """Output with tensor-parallel ranks in several processes equals that of one rank."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,25 @@ def test_two_ranks_in_graphs_equal_one(name: str | None, toy: Path, tmp_path: Pa
     for launches in run.launches:  # of both ranks
         assert launches.early_without_reads == launches.early
         assert launches.early > 5 or name in ("NGRAM", "DFLASH-jetspec")  # whose drafts are rank 0's alone
+
+
+@pytest.mark.parametrize(("size", "method", "in_graphs"), [(2, "EAGLE3", False), (2, None, True), (4, None, False)])
+def test_ranks_with_one_shot_sums_equal_those_of_the_library(
+    size: int, method: str | None, in_graphs: bool, toy: Path, stories: Path, tmp_path: Path
+) -> None:
+    """In the layers of the target and of a head, and in graphs that repeat calls. Long prompts are left to gloo."""
+    pytest.importorskip("triton")
+    from tests.support.one_shot import one_shot_workers
+
+    folder, speculative = (toy, METHODS[method](toy, tmp_path)) if method else (stories, SpeculativeConfig())
+    params = [PARAMS[place] | {"max_tokens": 5} for place in (0, 5)]
+    with_library, one_shot = (
+        run_methods(folder, size, [speculative], PROMPTS[:2], params, within=within, max_running_requests=2)
+        for within in (nullcontext, partial(one_shot_workers, in_graphs))
+    )
+    assert [choice["token_ids"] for choice in one_shot[0].choices] == [
+        choice["token_ids"] for choice in with_library[0].choices
+    ]
 
 
 @pytest.mark.skipif(kernels() is None, reason="torch's operations promise this in float32 only")

@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from specray.ops.gpu import (
+    all_reduce_kernels,
     attention_kernels,
     experts,
     few_row_kernels,
@@ -64,6 +65,7 @@ POINTERS = {
     "quantised": "*fp8e4nv",
     "column_ids": "*i64",
     "buffer": "*i32",
+    **dict.fromkeys(("addresses", "turns"), "*i64"),
     **dict.fromkeys(("cos_table", "sin_table"), "*fp32"),
     **dict.fromkeys(("token_ids", "positions", "slots", "kept", "outcome", "places", "ends", "last", "roots"), "*i64"),
     **dict.fromkeys(("new_slots", "new_num_nodes", "new_tokens", "new_parents", "report", "most"), "*i64"),
@@ -72,7 +74,8 @@ POINTERS = {
 }
 SCALARS = {"scale": "fp32", "eps": "fp32", "smallest": "fp32", "largest": "fp32", "cap": "fp32"}
 MMA_WARPS = re.compile(r"mma<\{[^}]*warpsPerCTA = \[([^\]]*)\]")
-INTEGERS = ("outs", "ins", "first_id", "max_depth", "max_nodes", "count", "padding_slot", "padding_kv_slot")
+REDUCED = re.compile(r'"tt.reduce".*?\}\) : \(tensor<[^>]*?(#blocked\d*)', re.DOTALL)
+INTEGERS = ("outs", "ins", "first_id", "max_depth", "max_nodes", "count", "padding_slot", "padding_kv_slot", "rank")
 
 
 class Case(NamedTuple):
@@ -111,6 +114,9 @@ def cases() -> Iterator[Case]:
         yield Case(layer_kernels.rotate_head, rotated | {"MANTISSA": 0}, num_warps=1)
     for adds in (False, True):
         yield Case(layer_kernels.norm_rows, {"SIZE": 4096, "PADDED": 4096, "ADDS": adds}, num_warps=16)
+    for ranks, norms in product((2, 8), (False, True)):
+        constants = {"SIZE": 4096, "PADDED": 4096, "NORMS": norms, "RANKS": ranks, "FLAG_BYTES": 4096}
+        yield Case(all_reduce_kernels.sum_over_ranks, constants, num_warps=16)
     yield Case(layer_kernels.silu_block, {"BLOCK": 1024})
     width = {"SIZE": 14336, "WIDTH": 14336, "PADDED": 16384}
     yield Case(layer_kernels.quantise_row, width, num_warps=16, capabilities=(90,))
@@ -245,7 +251,7 @@ def compiled(case: Case, capability: int) -> dict[str, Any]:
     aligned = [
         name
         for name, kind in signature.items()
-        if kind.startswith("*") or name in ("q_stride", "slot_stride", "outs", "ins")
+        if kind.startswith("*") or name in ("q_stride", "slot_stride", "outs", "ins", "region_size")
     ]
     source = ASTSource(
         fn=case.kernel,
@@ -261,10 +267,17 @@ def compiled(case: Case, capability: int) -> dict[str, Any]:
         "kernel": case.kernel.__name__,
         "sm": capability,
         "shared": binary.metadata.shared,
+        "sum_layouts": sorted(set(_sum_layouts(binary.asm["ttgir"]))),
         "product_warps": sorted(set(MMA_WARPS.findall(binary.asm["ttgir"]))),
         **usage,
         **case.constants,
     }
+
+
+def _sum_layouts(ttgir: str) -> Iterator[str]:
+    """How the threads of a program share what it sums."""
+    layouts = dict(line.split(" = ", 1) for line in ttgir.splitlines() if line.startswith("#blocked"))
+    return (layouts[name] for name in REDUCED.findall(ttgir))
 
 
 def _type(name: str, dtype: str) -> str:

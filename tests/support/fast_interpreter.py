@@ -78,6 +78,21 @@ def _share_numpy_types(interpreter: Any) -> None:
     interpreter._get_np_dtype = numpy_type
 
 
+def _round_bfloat16(interpreter: Any) -> None:
+    """Round float32 to bfloat16 as GPUs do, to nearest and ties to even, where the interpreter cuts bits off."""
+    tl, cast_others = interpreter.tl, interpreter.InterpreterBuilder.cast_impl
+
+    def cast(self: Any, value: Any, dtype: Any) -> Any:
+        if value.dtype.scalar != tl.float32 or dtype.scalar != tl.bfloat16:
+            return cast_others(self, value, dtype)
+        bits = np.ascontiguousarray(value.data).view(np.uint32)
+        rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+        rounded = np.where(np.isnan(value.data), bits >> 16 | 0x40, rounded).astype(np.uint16)
+        return interpreter.TensorHandle(rounded, dtype.scalar)
+
+    interpreter.InterpreterBuilder.cast_impl = cast
+
+
 def _call_directly(interpreter: Any) -> None:
     """Let the functions of the language be called without wrappers that copy their arguments."""
 
@@ -118,5 +133,6 @@ def patch_interpreter() -> None:
     _share_shapes(interpreter)
     _share_numpy_types(interpreter)
     _call_directly(interpreter)
+    _round_bfloat16(interpreter)
     interpreter._patch_lang = patch_once
     interpreter.InterpreterBuilder.create_dot = _fixed_order_dot(interpreter)

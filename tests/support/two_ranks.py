@@ -3,9 +3,9 @@
 import contextlib
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,20 +77,25 @@ def run_methods(
     params: list[dict[str, Any]],
     in_graphs: bool = False,
     is_unlike: bool = False,
+    within: Callable[[], AbstractContextManager[object]] = nullcontext,
     **options: Any,
 ) -> list[RankRun]:
-    """The same with one method after the other, in the same processes. `is_unlike`: see `follow`."""
+    """The same with one method after the other, in the same processes. `is_unlike`: see `follow`.
+
+    `within`: a context of each rank, besides the stand-in for graphs.
+    """
     options = {"dtype": "float32", "device": "cpu", "num_threads": 1, "max_total_tokens": 4096} | options
     configs = [EngineConfig(model=str(folder), tp_size=size, speculative=method, **options) for method in methods]
     with tempfile.TemporaryDirectory() as meeting:
         addresses = [f"file://{meeting}/ranks{number}" for number in range(len(methods))]
         runs = list(zip(configs, addresses, strict=True))
-        others = [PROCESSES.Process(target=follow, args=(runs, rank, in_graphs, is_unlike)) for rank in range(1, size)]
+        ways = (in_graphs, is_unlike, within)
+        others = [PROCESSES.Process(target=follow, args=(runs, rank, *ways)) for rank in range(1, size)]
         for process in others:
             process.start()
         with ProcessPoolExecutor(1, mp_context=PROCESSES) as first:
             try:
-                found = first.submit(lead, runs, prompts, params, in_graphs).result(TIMEOUT_S * len(runs))
+                found = first.submit(lead, runs, prompts, params, in_graphs, within).result(TIMEOUT_S * len(runs))
                 for process in others:  # rank 0 has closed the group
                     process.join(TIMEOUT_S)
                 for run, (_, address) in zip(found, runs, strict=True):
@@ -104,12 +109,17 @@ def run_methods(
 
 
 def lead(
-    runs: Sequence[tuple[EngineConfig, str]], prompts: list[list[int]], params: list[dict[str, Any]], in_graphs: bool
+    runs: Sequence[tuple[EngineConfig, str]],
+    prompts: list[list[int]],
+    params: list[dict[str, Any]],
+    in_graphs: bool,
+    within: Callable[[], AbstractContextManager[object]],
 ) -> list[RankRun]:
     """Run rank 0, which drives the others."""
     torch.set_num_threads(1)
     if not in_graphs:
-        return [_lead(*each, prompts, params) for each in runs]
+        with within():
+            return [_lead(*each, prompts, params) for each in runs]
     with recorded_graphs() as graphs:
         found = [_lead(*each, prompts, params, graphs) for each in runs]
         verified = {key[2:] for key in graphs[0].replayed if key[0] == "verify"}  # type: ignore[index]
@@ -157,13 +167,19 @@ def _generate(engine: Engine, choices: list[dict[str, Any]]) -> None:
             assert output.finish_reason is not FinishReason.ERROR, output.error
 
 
-def follow(runs: Sequence[tuple[EngineConfig, str]], rank: int, in_graphs: bool, is_unlike: bool) -> None:
+def follow(
+    runs: Sequence[tuple[EngineConfig, str]],
+    rank: int,
+    in_graphs: bool,
+    is_unlike: bool,
+    within: Callable[[], AbstractContextManager[object]],
+) -> None:
     """Run another rank until it is killed. `is_unlike`: on another processor, where its trees differ."""
     torch.set_num_threads(1)
     if is_unlike:
         startup._hardware = lambda _: "another"
         InlineDrafts.collect = _no_trees  # type: ignore[assignment, method-assign]
-    with recorded_graphs() if in_graphs else nullcontext():
+    with recorded_graphs() if in_graphs else nullcontext(), within():
         for config, address in runs:
             worker = start_worker(config, rank, config.tp_size, address)
             warm_up(worker, config)

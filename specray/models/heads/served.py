@@ -98,7 +98,7 @@ class ServedParts(Parts):
         self._loader = loader
 
     def norm(self, name: str, size: int) -> RMSNorm:
-        return RMSNorm(self._loader.tensor(name, (size,)), self.shape.eps)
+        return RMSNorm(self._loader.tensor(name, (size,)), self.shape.eps, self._loader.group)
 
     def norm_of_parts(self, names: Sequence[str], size: int) -> NormOfParts:
         return NormOfParts([self._loader.tensor(name, (size,)) for name in names], self.shape.eps)

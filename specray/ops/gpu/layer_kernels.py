@@ -24,9 +24,15 @@ def norm_rows(
         stored = values.to(x.dtype.element_ty)
         tl.store(x + place, stored, mask=is_column)
         values = stored.to(tl.float32)
-    factor = 1.0 / tl.sqrt(tl.sum(values * values, 0) / SIZE + eps)
-    scaled = values * factor * tl.load(weight + column, mask=is_column, other=0.0).to(tl.float32)
+    scaled = norm_values(values, weight, column, is_column, eps, SIZE)
     tl.store(out + place, scaled.to(out.dtype.element_ty), mask=is_column)
+
+
+@triton.jit
+def norm_values(values, weight, column, is_column, eps, SIZE: tl.constexpr):
+    """float32 `values` of a row, normed."""
+    factor = 1.0 / tl.sqrt(tl.sum(values * values, 0) / SIZE + eps)
+    return values * factor * tl.load(weight + column, mask=is_column, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -50,13 +56,11 @@ def join_rows(
     is_column = column < SIZE
     row = tl.load(token_ids + token)
     values = tl.load(embedding + row * SIZE + column, mask=is_column, other=0.0).to(tl.float32)
-    factor = 1.0 / tl.sqrt(tl.sum(values * values, 0) / SIZE + eps)
-    scaled = values * factor * tl.load(token_weight + column, mask=is_column, other=0.0).to(tl.float32)
+    scaled = norm_values(values, token_weight, column, is_column, eps, SIZE)
     out = joined + token * 2 * SIZE + column
     tl.store(out, scaled.to(joined.dtype.element_ty), mask=is_column)
     values = tl.load(states + token * SIZE + column, mask=is_column, other=0.0).to(tl.float32)
-    factor = 1.0 / tl.sqrt(tl.sum(values * values, 0) / SIZE + eps)
-    scaled = values * factor * tl.load(state_weight + column, mask=is_column, other=0.0).to(tl.float32)
+    scaled = norm_values(values, state_weight, column, is_column, eps, SIZE)
     tl.store(out + SIZE, scaled.to(joined.dtype.element_ty), mask=is_column)
     if KEEPS:
         tl.store(normed + token * SIZE + column, scaled.to(normed.dtype.element_ty), mask=is_column)

@@ -22,6 +22,7 @@ class RouterInfo(NamedTuple):
     rank_nodes: tuple[str, ...]  # address of each rank's node
     node_id: str = ""  # the router's node; empty outside of Ray
     without_graphs: tuple[str, ...] = ()  # see Capacity
+    sums_over_ranks: str = ""  # see Capacity
     mps: str = "off"  # whether the engine has an MPS daemon, or why not
 
     def summary(self) -> str:

@@ -27,31 +27,15 @@ def test_broadcast_of_bytes_of_any_length(tmp_path: Path) -> None:
     assert follower.exitcode == 0
 
 
-class _Recording(RankGroup):
-    """Keeps this rank's parts of sums, which stay parts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts: list[Tensor] = []
-
-    def sum(self, partial: Tensor) -> Tensor:
-        self.parts.append(partial)
-        return partial
-
-
-def test_routed_and_shared_experts_have_one_sum_over_ranks() -> None:
+def test_the_parts_of_routed_and_shared_experts_sum_to_the_mixture() -> None:
     gate, x = torch.randn(3, 8), torch.randn(5, 8)
     weights = [(torch.randn(6, 8), torch.randn(6, 8), torch.randn(8, 6)) for _ in range(4)]  # the last one is shared
 
-    def mixture(group: RankGroup, part: slice) -> Tensor:
+    def mixture(part: slice) -> Tensor:
         *routed, shared = [Expert(first[part], second[part], last[:, part]) for first, second, last in weights]
-        return MixtureOfExperts(gate, SoftmaxRoute(2), ExpertList(routed), group, shared)(x)
+        return MixtureOfExperts(gate, SoftmaxRoute(2), ExpertList(routed), shared)(x)
 
-    group = _Recording()
-    for part in (slice(0, 3), slice(3, 6)):
-        mixture(group, part)
-    first, second = group.parts
-    torch.testing.assert_close(first + second, mixture(RankGroup(), slice(None)))
+    torch.testing.assert_close(mixture(slice(0, 3)) + mixture(slice(3, 6)), mixture(slice(None)))
 
 
 def _listen(meeting: str, received: "Queue[list[bytes]]") -> None:

@@ -20,7 +20,7 @@ KERNELS = {
     *("build_extend", "take_trees", "put_trees", "add_noise"),
     *("convolve_rows", "keep_windows", "run_delta_rule", "norm_and_gate"),
     *("position_keys", "choose_in_blocks", "choose_among_blocks", "find_lowest", "walk_tree", "compact_path"),
-    *("release_trees", "await_trees"),
+    *("release_trees", "await_trees", "sum_over_ranks"),
 }
 FEW_ROWS = "multiply_few_rows"  # not launched on GPUs that have less shared memory than it takes
 SPILLED_BYTES = 24  # of a thread: tiles of several nodes over KV in e4m3, which sm_80 converts by arithmetic
@@ -52,6 +52,15 @@ def test_kernels_compile_without_spills(found: list[dict[str, Any]]) -> None:
     assert [usage for usage in found if usage["spilled"] > SPILLED_BYTES] == []
     assert [usage for usage in found if usage["shared"] > SHARED_BYTES and usage["kernel"] != FEW_ROWS] == []
     assert max(usage["shared"] for usage in found if usage["kernel"] == FEW_ROWS) <= few_rows.SHARED_BYTES
+
+
+@pytest.mark.slow
+def test_a_norm_behind_a_sum_over_ranks_adds_in_the_order_of_one_without(found: list[dict[str, Any]]) -> None:
+    for sm in (80, 90):
+        norms = [usage for usage in found if usage["sm"] == sm and (usage.get("ADDS") or usage.get("NORMS"))]
+        layouts = {str(usage["sum_layouts"]) for usage in norms if usage["kernel"] in ("norm_rows", "sum_over_ranks")}
+        assert len(layouts) == 1
+        assert "sizePerThread" in str(layouts)
 
 
 @pytest.mark.slow
