@@ -42,7 +42,8 @@ class RankGroup:
     """Rank `rank` of `size`. Build it in every rank at once; `init_method` is torch.distributed's address.
 
     Collectives of tensors are NCCL's if `device` is a GPU. Its sums over more than two ranks may run in an order that
-    depends on the tensor's size; `deterministic` sums in the order of ranks instead.
+    depends on the tensor's size; `deterministic` sums in the order of ranks instead, as
+    the one-shot kernel always does.
     """
 
     def __init__(

@@ -63,6 +63,7 @@ def test_two_ranks_in_graphs_equal_one(name: str | None, toy: Path, tmp_path: Pa
         assert launches.early > 5 or name in ("NGRAM", "DFLASH-jetspec")  # whose drafts are rank 0's alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "method", "in_graphs"), [(2, "EAGLE3", False), (2, None, True), (4, None, False)])
 def test_ranks_with_one_shot_sums_equal_those_of_the_library(
     size: int, method: str | None, in_graphs: bool, toy: Path, stories: Path, tmp_path: Path
