@@ -42,8 +42,7 @@ class RankGroup:
     """Rank `rank` of `size`. Build it in every rank at once; `init_method` is torch.distributed's address.
 
     Collectives of tensors are NCCL's if `device` is a GPU. Its sums over more than two ranks may run in an order that
-    depends on the tensor's size; `deterministic` sums in the order of ranks instead, as
-    the one-shot kernel always does.
+    depends on the tensor's size; `deterministic`, and the one-shot kernel, sum in the order of ranks instead.
     """
 
     def __init__(
