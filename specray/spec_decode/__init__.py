@@ -214,17 +214,17 @@ def _check_member(config: SpeculativeConfig) -> None:
 
 def make_drafter(config: SpeculativeConfig, target: "TargetView") -> "Drafter | None":
     """The configured drafter for `target`, or None for plain decoding. Several drafters act as one."""
-    from specray.spec_decode.merged import with_predictions
+    from specray.spec_decode.predicted_outputs import PredictedOutputs
 
     check_speculative(config)
     if not config.has_drafter:
         return None
     if not config.drafters:
-        return with_predictions(_make_one(config, target))
+        return PredictedOutputs(_make_one(config, target))
     from specray.spec_decode.several import SeveralDrafters
 
     drafters = {name: _make_one(member, target) for name, member in config.members.items()}
-    return with_predictions(SeveralDrafters(drafters, num_ranks=target.group.size))
+    return PredictedOutputs(SeveralDrafters(drafters, num_ranks=target.group.size))
 
 
 def _make_one(config: SpeculativeConfig, target: "TargetView") -> "Drafter":

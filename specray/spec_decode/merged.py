@@ -24,7 +24,7 @@ from specray.spec_decode.drafter import Drafter
 from specray.spec_decode.ngram import NgramDrafter
 from specray.spec_decode.ngram_rules import merged_rules
 from specray.spec_decode.ngram_tree import ngram_prior
-from specray.spec_decode.proposal_sources import PREDICTION, NgramSource, PredictionSource, Source
+from specray.spec_decode.proposal_sources import PREDICTION, NgramSource, Source
 from specray.spec_decode.propose_context import ProposeContext
 from specray.spec_decode.request_state import RequestState
 from specray.spec_decode.tree_edits import replace_trees
@@ -55,19 +55,16 @@ class _RunningRequest:
 class MergedDrafter:
     """Drafter that merges the trees of `drafter` with those of `source`."""
 
-    def __init__(self, drafter: Drafter, source: Source, max_draft_tokens: int, only_predicted: bool) -> None:
-        """`only_predicted`: of requests with a predicted output; the others have trees of `drafter` alone."""
+    def __init__(self, drafter: Drafter, source: Source, max_draft_tokens: int) -> None:
         self.max_draft_tokens = max_draft_tokens
         self.aux_hidden_state_layers = drafter.aux_hidden_state_layers
         self.reads_next_token = drafter.reads_next_token
         self.drafter = drafter
         self._source = source
-        self._only_predicted = only_predicted
         self._calibrations: dict[tuple[str, bool], Calibration] = {}  # by source and whether requests are sampled
         self._requests: dict[int, _RunningRequest] = {}  # by slot
         self._usual_gain = _FIRST_GAIN  # tokens that a tree of the drafter is expected to bring
-        # Without n-grams only requests with a prediction have merged trees: with scores if all others have them.
-        self._gives_scores = not only_predicted
+        self._gives_scores = True
 
     def propose(self, context: ProposeContext) -> DraftTree:
         states = [context.table.states[request.slot] for request in context.requests]
@@ -103,8 +100,9 @@ class MergedDrafter:
         for slot in slots:
             self._requests.pop(slot, None)
 
-    def _covers(self, state: RequestState) -> bool:
-        return bool(state.predicted_token_ids) or not self._only_predicted
+    def _covers(self, state: RequestState) -> bool:  # noqa: ARG002
+        """Whether a request has merged trees, or those of `drafter` alone."""
+        return True
 
     def _proposals(self, state: RequestState) -> list[Proposal]:
         """Those of the source for a request."""
@@ -186,15 +184,10 @@ _PRIORS: dict[str, Rate] = {
 }
 
 
-def with_predictions(drafter: Drafter) -> Drafter:
-    """`drafter`, merged with the predicted output of requests that have one."""
-    return MergedDrafter(drafter, PredictionSource(), drafter.max_draft_tokens, only_predicted=True)
-
-
 def with_ngrams(drafter: Drafter, config: SpeculativeConfig, folder: Path) -> Drafter:
     """`drafter`, merged with n-grams if `merged_draft_tokens` is set; `folder` has the target's tokenizer."""
     if config.merged_draft_tokens is None:
         return drafter
     rules = merged_rules(config)
     ngrams = NgramDrafter(rules, open_corpora(config, folder))
-    return MergedDrafter(drafter, NgramSource(ngrams), rules.max_draft_tokens, only_predicted=False)
+    return MergedDrafter(drafter, NgramSource(ngrams), rules.max_draft_tokens)

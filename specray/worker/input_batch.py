@@ -69,6 +69,10 @@ class ScheduledBatch(NamedTuple):
     def are_all_sampling(self) -> bool:
         return len(self.sampling) == len(self.states)
 
+    @property
+    def has_grammar(self) -> bool:
+        return any(state.sampling.options.grammar is not None for state in self.states)
+
 
 class StepBatch(NamedTuple):
     """A step's rows and their trees."""

@@ -1,11 +1,12 @@
 """An executor that starts its rank in this process, without Ray or sockets."""
 
+from typing import NoReturn
+
 from specray.config import EngineConfig
 from specray.errors import ConfigError, EngineDeadError
 from specray.grammar import GrammarSpec
 from specray.models.target_model import TargetModel
 from specray.spec_decode.drafter import Drafter
-from specray.step import StepResult
 from specray.worker.out_of_memory import STARTING, STEPPING, enough_memory
 from specray.worker.startup import start_worker
 from specray.worker.step_loop import StepLoop
@@ -36,10 +37,10 @@ class LocalExecutor(StepLoop):
         worker.capacity = worker.capacity._replace(max_plans=2 if overlaps else 1)
         super().__init__(worker)
 
-    def collect(self) -> StepResult:
-        with enough_memory(self._config, STEPPING, EngineDeadError):
-            return super().collect()
-
     def compile_grammar(self, spec: GrammarSpec) -> None:
         """InvalidRequestError if the grammar cannot be compiled. Its requests then start at once."""
         self.worker.grammars.compilation.start(spec).result()
+
+    def _fail(self, failure: Exception) -> NoReturn:
+        with enough_memory(self._config, STEPPING, EngineDeadError):
+            raise failure

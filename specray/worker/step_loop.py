@@ -2,6 +2,7 @@
 
 import contextlib
 from collections import deque
+from typing import NoReturn
 
 from specray.channel import Channel, ChannelClosedError
 from specray.engine.executor import Capacity
@@ -29,8 +30,11 @@ class StepLoop:
         self._plans.append(plan)
 
     def collect(self) -> StepResult:
-        result = self._finish()
-        self._go_on()
+        try:
+            result = self._finish()
+            self._go_on()
+        except Exception as failure:
+            self._fail(failure)
         return result
 
     def serve(self, channel: Channel) -> None:
@@ -45,6 +49,10 @@ class StepLoop:
 
     def close(self) -> None:
         self.worker.close()
+
+    def _fail(self, failure: Exception) -> NoReturn:
+        """Raise the failure of a step."""
+        raise failure
 
     def _finish(self) -> StepResult:
         """The result of the oldest step."""

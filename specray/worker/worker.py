@@ -1,30 +1,63 @@
-"""One rank of the target: the order of its steps, equal on all ranks.
+"""One rank of the target: its steps, from the plan to the drafts of the next one.
 
-`execute` is a whole step, `begin` and `finish` are its halves, which `StepRunner` has. A step may begin early, before
-the one before is finished: its forward pass takes the tokens, and the trees that a graph drafted, from the device. All
-ranks run the same code on rank 0's plan and outcome of verification, and on its trees where theirs may not be equal, so
-ranks cannot diverge.
+`execute` is a whole step: `begin` collects the trees and starts the target's pass over them, `finish` verifies them and
+keeps the accepted paths; `propose` then drafts for the next step. A step may begin early, before the one before is
+finished: its forward pass takes the tokens, and the trees that a graph drafted, from the device. All ranks run the same
+code on rank 0's plan and outcome of verification, and on its trees where theirs may not be equal, so ranks cannot
+diverge.
 """
 
+import time
 from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 
 from specray.engine.executor import Capacity
 from specray.layers.parallel import RankGroup
 from specray.models.target_model import TargetModel
+from specray.outputs import TokenLogprob
 from specray.spec_decode.drafter import DraftSource
+from specray.spec_decode.propose_context import ProposeContext
+from specray.spec_decode.request_state import RequestState
 from specray.spec_decode.request_table import RequestTable
-from specray.step import BucketSeconds, RequestResult, StepPlan, StepResult
+from specray.step import BucketSeconds, DraftLimit, RequestResult, StepPlan, StepResult, StepTimes
 from specray.step_wire import pack, unpack_plan
 from specray.structured_output.matchers import GrammarTable
-from specray.worker.broadcast import DraftSizes, adopt_sizes, broadcast_sizes
-from specray.worker.step_backend import StepBackend
-from specray.worker.step_runner import StartedStep, StepRunner, deferred_result
+from specray.worker.broadcast import DraftSizes, adopt_sizes, broadcast_sizes, broadcast_tree
+from specray.worker.draft_context import draft_context
+from specray.worker.input_batch import ScheduledBatch, StepBatch
+from specray.worker.prompt_logprobs import compute_prompt_logprobs
+from specray.worker.step_backend import Pass, StepBackend, StepOutcome, StepWants
+from specray.worker.step_output import StepOutput, with_traces
 
+NO_DRAFTS = DraftLimit(0, 0)
+NOT_A_NUMBER = "the model's output for this request is NaN or infinite, so no token can be sampled"
 # Commands to ranks above 0. The first two come before a plan. They finish a step without a command if none can begin
 # early after it, and when one has begun early after it.
 _BEGIN, _BEGIN_EARLY, _FINISH = b"\0", b"\1", b"\2"
+
+
+class StartedStep(NamedTuple):
+    """A step whose pass was started."""
+
+    plan: StepPlan
+    started: Pass | None  # None: no row runs
+    prepare_seconds: float
+    start: float  # time of `time.perf_counter` when the pass was about to start
+    draft_seconds: float
+    slots: Sequence[int] = ()  # slots of all rows of the plan, on rank 0
+    deferred: Mapping[int, RequestResult] = MappingProxyType({})  # results of requests that do not run, by slot
+    is_early: bool = False  # it began before the step before it was finished
+    are_drafts_taken: bool = False  # by the next step, which began early
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all its requests ended in the step before, whose result was not there when it began."""
+        return self.is_early and self.started is not None and all(s.has_ended for s in self.started.batch.rows.states)
 
 
 class Worker:
@@ -42,23 +75,15 @@ class Worker:
         shares_trees: bool = False,
     ) -> None:
         """`shares_trees`: the trees of all ranks are rank 0's, because their own ones may not be equal."""
-        self.grammars = grammars
-        self.capacity = capacity
-        self._group, self._shares_trees = group, shares_trees
-        self.backend = backend
-        self._table = table
-        self._steps = StepRunner(group, backend, table, drafts, grammars, shares_trees)
+        self.backend, self.drafts, self.grammars, self.capacity = backend, drafts, grammars, capacity
+        self._group, self._shares_trees, self._table = group, shares_trees, table
         self.bucket_seconds: list[BucketSeconds] = []  # to be reported with the next result
         self._inference = torch.inference_mode()  # kept, because making one takes longer than entering it
         self._started: deque[StartedStep] = deque()  # and not finished
-
-    @property
-    def drafts(self) -> DraftSource:
-        return self._steps.drafts
-
-    @drafts.setter
-    def drafts(self, drafts: DraftSource) -> None:
-        self._steps.drafts = drafts
+        self._nothing = ProposeContext(table, [])
+        self._context = self._nothing
+        self._missed: set[int] = set()  # KV slots of steps in which the drafter was not called
+        self._last_end = 0.0  # of a pass, as far as the host has seen it
 
     @property
     def model(self) -> TargetModel:
@@ -68,6 +93,11 @@ class Worker:
     def leads(self) -> bool:
         """Whether this is rank 0, which gets the plans."""
         return self._group.leads
+
+    @property
+    def num_started(self) -> int:
+        """Steps that were started and not finished."""
+        return len(self._started)
 
     def prepare(self) -> None:
         """Capture CUDA graphs for the trees of the drafter; all ranks call it together."""
@@ -80,24 +110,40 @@ class Worker:
         self.begin(plan)
         return self.finish()
 
+    def can_begin(self, plan: StepPlan) -> bool:
+        """Whether `begin` may start this step now, though another one may not be finished.
+
+        Both must decode the same requests, because the second pass takes the tokens from the first one. It has no
+        drafts, or those that the device made after the first one.
+        """
+        if not self._started:
+            return True
+        before, started = self._started[0].plan, self._started[0].started
+        if len(self._started) > 1 or started is None or plan.new_requests or plan.freed_slots:
+            return False
+        if any(row.state_copies for row in plan.rows):  # the host says how far behind its first token each one is
+            return False
+        states = started.batch.rows.states
+        if [row.slot for row in plan.rows] != [state.slot for state in states] or any(map(_needs_result, states)):
+            return False
+        cuts = any(row.draft_limit.min_score for row in plan.rows)  # the host cuts trees by scores
+        has_drafts = started.drafts is not None and not cuts
+        allows_it = started.batch.rows.are_all_sampling and (has_drafts or self._drafts_nothing(before, plan))
+        return allows_it and self.backend.can_begin_after(started)
+
     def begin(self, plan: StepPlan) -> None:
         """Start a step. Its forward pass may still run when this returns.
 
         Nothing but `finish` may be called then, or `begin` if `can_begin`.
         """
         with self._inference:
-            self._started.append(self._begin_early(plan) if self._started else self._lead(plan))
-
-    def can_begin(self, plan: StepPlan) -> bool:
-        """Whether `begin` may start this step now, though another one may not be finished."""
-        if not self._started:
-            return True
-        return len(self._started) == 1 and self._steps.can_begin_after(self._started[0], plan)
-
-    @property
-    def num_started(self) -> int:
-        """Steps that were started and not finished."""
-        return len(self._started)
+            if self._started:
+                self._tell(_BEGIN_EARLY, plan)
+                self._begin_early(plan)
+                return
+            ready, deferred = self._without_deferred(plan)
+            self._tell(_BEGIN, ready)
+            self._begin(ready, [row.slot for row in plan.rows], deferred)
 
     def has_result(self) -> bool:
         """Whether `finish` would return at once."""
@@ -105,17 +151,17 @@ class Worker:
         return started is None or self.backend.has_ended(started)
 
     def finish(self) -> StepResult:
-        """The result of the oldest step that was started."""
+        """The result of the oldest step that was started: its trees are verified, and the accepted paths are kept."""
         with self._inference:
-            step = self._started.popleft()
-            if self._group.size > 1 and not self._started and self._steps.may_be_followed(step):
+            if self._group.size > 1 and len(self._started) == 1 and self._may_be_followed(self._started[0]):
                 self._group.broadcast_bytes(_FINISH)
-            result, buckets, self.bucket_seconds = self._steps.finish(step), self.bucket_seconds, []
+            result, buckets, self.bucket_seconds = self._finish(), self.bucket_seconds, []
             return result._replace(bucket_seconds=buckets) if buckets else result
 
     def propose(self) -> None:
         """Draft for the next step; called after `finish`."""
-        self._steps.propose()
+        context, self._context = self._context, self._nothing
+        self.drafts.submit(context)
 
     @torch.inference_mode()
     def run_loop(self) -> None:
@@ -123,35 +169,24 @@ class Worker:
         while True:
             data = self._group.broadcast_bytes(None)
             command = data[:1]
-            if command != _FINISH:
-                plan = unpack_plan(data[1:])
-                self._started.append(self._begin_early(plan) if command == _BEGIN_EARLY else self._steps.begin(plan))
+            if command == _BEGIN:
+                self._begin(unpack_plan(data[1:]))
+            elif command == _BEGIN_EARLY:
+                self._begin_early(unpack_plan(data[1:]))
             if command != _BEGIN:
-                self._end_oldest()
-            if self._started and not self._steps.may_be_followed(self._started[-1]):
-                self._end_oldest()
+                self._finish()
+                self.propose()
+            if self._started and not self._may_be_followed(self._started[-1]):
+                self._finish()
+                self.propose()
 
     def close(self) -> None:
         self._group.close()
 
-    def _end_oldest(self) -> None:
-        """On ranks above 0, what rank 0 does when it calls `finish` and `propose`."""
-        self._steps.finish(self._started.popleft())
-        self.propose()
-
-    def _begin_early(self, plan: StepPlan) -> StartedStep:
-        """Start a step after one that is not finished. On rank 0, the other ranks are told to."""
-        if self._group.leads and self._group.size > 1:
-            self._group.broadcast_bytes(_BEGIN_EARLY + pack(plan))
-        self._started[-1], step = self._steps.begin_after(self._started[-1], plan)
-        return step
-
-    def _lead(self, plan: StepPlan) -> StartedStep:
-        """Start the step on all ranks, without the requests that cannot run."""
-        ready, deferred = self._without_deferred(plan)
+    def _tell(self, command: bytes, plan: StepPlan) -> None:
+        """On rank 0, give a plan to the other ranks."""
         if self._group.size > 1:
-            self._group.broadcast_bytes(_BEGIN + pack(ready))
-        return self._steps.begin(ready)._replace(slots=[row.slot for row in plan.rows], deferred=deferred)
+            self._group.broadcast_bytes(command + pack(plan))
 
     def _without_deferred(self, plan: StepPlan) -> tuple[StepPlan, dict[int, RequestResult]]:
         """(the plan without the requests that cannot run, what to report for these, by slot).
@@ -165,6 +200,170 @@ class Worker:
         entered = {new.slot for new in plan.new_requests}
         ended = [row.slot for row in plan.rows if row.slot not in entered and self._table.states[row.slot].has_ended]
         if ended:
-            deferred |= {slot: deferred_result(self._table.states[slot]) for slot in ended}
+            deferred |= {slot: _deferred_result(self._table.states[slot]) for slot in ended}
             plan = plan._replace(rows=[row for row in plan.rows if row.slot not in deferred])
         return plan, deferred
+
+    def _begin(
+        self, plan: StepPlan, slots: Sequence[int] = (), deferred: Mapping[int, RequestResult] = MappingProxyType({})
+    ) -> None:
+        """Start the step on this rank: collect the drafts and start the forward pass. See StartedStep."""
+        start = time.perf_counter()
+        rows = ScheduledBatch.of(self._table, plan)
+        if (states := self.backend.runner.states) is not None:
+            states.enter(plan.new_requests)
+        if plan.freed_slots:
+            self.drafts.release(plan.freed_slots)
+        self._context = self._nothing  # the last step's may name slots that were just freed
+        batch = self._collect(plan, rows) if rows.states else None
+        draft_seconds = 0.0 if batch is None else self.drafts.seconds
+        prepared = time.perf_counter()
+        started = None if batch is None else self.backend.begin(batch, self._wants(plan, rows))
+        self._started.append(StartedStep(plan, started, prepared - start, prepared, draft_seconds, slots, deferred))
+
+    def _begin_early(self, plan: StepPlan) -> None:
+        """Start a step over the tokens that the pass before it chooses; see `can_begin`."""
+        start, last, drafted = time.perf_counter(), self._started[-1], None
+        before = last.started
+        assert before is not None
+        for row in plan.rows:
+            self._table.extend(row.slot, [], row.new_block_ids)
+        if before.drafts is not None:
+            slots, limits = before.batch.rows.slots, [row.draft_limit for row in plan.rows]
+            drafted = self.drafts.take_next(before.drafts, slots, self._table.last_tokens(slots), limits)
+            self._started[-1] = last._replace(are_drafts_taken=True)
+        started = self.backend.begin_after(before, drafted, _draft_limits(plan))
+        self._started.append(StartedStep(plan, started, 0.0, start, 0.0, is_early=True))
+
+    def _may_be_followed(self, step: StartedStep) -> bool:
+        """Whether another step may begin early after this one. Ranks agree on this."""
+        return step.started is not None and self.backend.can_begin_after(step.started)
+
+    def _drafts_nothing(self, *plans: StepPlan) -> bool:
+        """Whether these steps neither verify drafts nor make any."""
+        return not self.drafts.reads_context or not any(
+            plan.runs_drafter or any(row.draft_limit.num_tokens for row in plan.rows) for plan in plans
+        )
+
+    def _wants(self, plan: StepPlan, rows: ScheduledBatch) -> StepWants:
+        reads_context = plan.runs_drafter and self.drafts.reads_context
+        layers = self.drafts.aux_hidden_state_layers if reads_context else ()
+        return StepWants(layers, rows.has_grammar, _draft_limits(plan))
+
+    def _collect(self, plan: StepPlan, rows: ScheduledBatch) -> StepBatch:
+        """The draft trees of the rows that sample, and what grammars, which rank 0 alone has, allow at their nodes."""
+        sampling, mask = set(rows.sampling), None
+        limits = [row.draft_limit if place in sampling else NO_DRAFTS for place, row in enumerate(plan.rows)]
+        if self._have_known_sizes(rows, limits):
+            unsized = self.drafts.take_unsized(rows.slots, rows.roots, limits)
+            if unsized is not None:
+                return StepBatch(rows, unsized.tree, unsized.most_nodes, None, unsized.wait_for_sizes)
+        tree, num_nodes = self.drafts.collect(rows.trees, limits)
+        if self.grammars.slots:
+            slots = [state.slot for state in rows.states]
+            tree, num_nodes, mask = self.grammars.constrain(slots, rows.sampling, tree, num_nodes, limits)
+        if self._shares_trees or (self._group.size > 1 and rows.has_grammar):
+            tree, num_nodes, sizes = broadcast_tree(self._group, tree, num_nodes, DraftSizes.of(self.drafts))
+            adopt_sizes(self.drafts, sizes)
+        return StepBatch(rows, tree, num_nodes, mask)
+
+    def _have_known_sizes(self, rows: ScheduledBatch, limits: Sequence[DraftLimit]) -> bool:
+        """Whether it is known without the drafter how many nodes the trees of decoding rows have."""
+        if not self.backend.knows_tree_sizes or self._group.size > 1 or self.grammars.slots:
+            return False
+        are_decoding = rows.are_all_sampling and max(rows.num_known) == 1
+        return are_decoding and not any(limit.min_score for limit in limits)
+
+    def _finish(self) -> StepResult:
+        """End the oldest step on this rank: verify and commit, and prepare the next drafts' input."""
+        step = self._started.popleft()
+        plan, started, deferred = step.plan, step.started, step.deferred
+        if started is None:
+            times = StepTimes(step.prepare_seconds, 0.0, 0.0, 0.0)
+            return StepResult(plan.step_id, [deferred[slot] for slot in step.slots], times)
+        self.backend.wait(started)
+        waited = time.perf_counter()
+        # A pass that follows another one begins when that one ends. Its time includes what the host did meanwhile.
+        times = StepTimes(step.prepare_seconds, waited - max(step.start, self._last_end), 0.0, step.draft_seconds)
+        if step.has_ended:
+            self._last_end = waited
+            states = started.batch.rows.states
+            return StepResult(plan.step_id, [_deferred_result(state) for state in states], times)
+        outcome = self.backend.finish(started)
+        self._last_end = outcome.end
+        if step.are_drafts_taken:
+            drafts = started.drafts
+            assert drafts is not None
+            outcome = replace(outcome, replay=lambda: drafts)
+        results = self._commit(plan, outcome, step.are_drafts_taken)
+        if deferred:
+            ready = iter(results)
+            results = [deferred.get(slot) or next(ready) for slot in step.slots]
+        times = times._replace(verify=time.perf_counter() - waited)
+        uses, faults = self.drafts.take_uses(), self.drafts.take_faults()
+        is_absent = self.drafts.max_draft_tokens == 0
+        return StepResult(plan.step_id, results, times, faults, uses, self.drafts.take_is_new(), is_absent)
+
+    def _commit(self, plan: StepPlan, outcome: StepOutcome, are_drafts_taken: bool) -> list[RequestResult]:
+        """Keep the accepted paths in the host's copy, and what the drafter reads of the step."""
+        batch, output, computed = outcome.batch, outcome.output, outcome.computed
+        rows, prompts = batch.rows, {}
+        # Steps in graphs have no hidden states, and compute no token of a prompt but its last.
+        if computed.hidden is not None and any(state.prompt_logprobs for state in rows.states):
+            prompts = compute_prompt_logprobs(self.backend.runner.model, batch, computed.hidden)
+        starts = [state.num_computed_tokens for state in rows.states]
+        results = [self._commit_row(batch, output, row, prompts.get(row)) for row in range(len(rows.states))]
+        for row, scores in enumerate(self.drafts.scores):
+            if not results[row].is_deferred:
+                results[row] = results[row]._replace(draft_scores=scores)
+        if any(state.traces_drafts for state in rows.states):
+            results = with_traces(results, batch, output)
+        if plan.runs_drafter and self.drafts.reads_context:
+            took_part = [not result.is_deferred for result in results]
+            context = draft_context(self._table, plan, outcome, took_part, self._missed, are_drafts_taken)
+            self._context, self._missed = context, set()
+        elif self.drafts.reads_context:
+            for state, first in zip(rows.states, starts, strict=True):
+                written = self._table.host_kv_slots[state.slot, first : state.num_computed_tokens]
+                self._missed.update(written.tolist())
+        return results
+
+    def _commit_row(
+        self, batch: StepBatch, output: StepOutput, row: int, prompt_logprobs: list[TokenLogprob] | None
+    ) -> RequestResult:
+        """Keep a row's accepted path in the host's copy: lengths and tokens."""
+        state, num_kept = batch.rows.states[row], output.num_kept(row)
+        if state.has_ended:
+            return _deferred_result(state)
+        if not num_kept:
+            state.has_ended = True
+            return RequestResult(state.slot, [], 0, None, self.grammars.error(state.slot) or NOT_A_NUMBER)
+        tokens = output.emitted(row)
+        forced: Sequence[int] = ()
+        if self.grammars.slots:
+            self.grammars.accept(state.slot, tokens)
+            forced = self.grammars.forced_nodes(state.slot)
+        state.num_computed_tokens += batch.rows.num_known[row] + num_kept - 1
+        state.has_ended = state.sampling.end_with(tokens, len(state.token_ids) - state.num_prompt_tokens)
+        state.token_ids += tokens
+        state.sampling.num_output_tokens = len(state.token_ids) - state.num_prompt_tokens
+        num_drafts, nodes, logprobs = batch.num_nodes[row] - 1, output.accepted_nodes(row), output.logprobs.get(row)
+        return RequestResult(
+            state.slot, tokens, num_drafts, logprobs, None, nodes, prompt_logprobs, forced_nodes=forced
+        )
+
+
+def _draft_limits(plan: StepPlan) -> list[DraftLimit]:
+    """See StepWants."""
+    limits = [row.draft_limit for row in plan.rows]
+    return limits if plan.runs_drafter and all(limit.allows_drafts for limit in limits) else []
+
+
+def _needs_result(state: RequestState) -> bool:
+    """Whether a request's next step cannot begin before the host has the result of this one."""
+    return state.has_ended or state.traces_drafts or state.sampling.needs_walk
+
+
+def _deferred_result(state: RequestState) -> RequestResult:
+    """The result of a request that took no part in a step, or ended before it."""
+    return RequestResult(state.slot, [], 0, None, None, is_deferred=True)

@@ -9,7 +9,8 @@ import torch
 from specray.config import SpeculativeConfig
 from specray.spec_decode.draft_tree import NONE, DraftTree, TreeLists
 from specray.spec_decode.drafter import Drafter, DraftFaultError
-from specray.spec_decode.merged import MergedDrafter, with_ngrams, with_predictions
+from specray.spec_decode.merged import MergedDrafter, with_ngrams
+from specray.spec_decode.predicted_outputs import PredictedOutputs
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 from specray.step import UNLIMITED, DraftFault, DraftLimit
 from tests.support.drafters import Tokens, make_context, paths_of
@@ -161,8 +162,7 @@ def predicted(text: list[int], prediction: list[int]) -> ProposeContext:
 
 def test_a_predicted_output_is_merged_and_the_drafter_waits_while_it_holds() -> None:
     model = RecordingDrafter()
-    drafter = with_predictions(model)
-    assert isinstance(drafter, MergedDrafter)
+    drafter = PredictedOutputs(model)
     assert paths(drafter.propose(predicted([1], [11, 12, 13, 14, 15, 16])))[0] == (11,)
     assert paths(drafter.propose(predicted([1, 11, 12], [11, 12, 13, 14, 15, 16])))[:2] == [(13,), (13, 14)]
     assert model.drafted[-1] == []
@@ -172,7 +172,7 @@ def test_a_predicted_output_is_merged_and_the_drafter_waits_while_it_holds() -> 
 
 def test_requests_without_a_prediction_keep_the_drafters_own_tree() -> None:
     model = RecordingDrafter()
-    tree = propose(with_predictions(model), [1, 2, 1, 2])
+    tree = propose(PredictedOutputs(model), [1, 2, 1, 2])
     assert tree.scores is not None
     assert tree.scores.tolist() == [[1.0, pytest.approx(0.6), pytest.approx(0.3)]]
 

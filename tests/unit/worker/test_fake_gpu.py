@@ -94,7 +94,7 @@ def test_a_drafter_of_another_process_reads_its_hidden_states_on_its_gpu(
         region = torch.empty(64, width)
         for step in range(3):
             worker.execute(decode(step) if step else prefill(64))
-            reply = server._reply(unpack_order(pack(encoder.order(step, 0, worker._steps._context))), region, decoder)
+            reply = server._reply(unpack_order(pack(encoder.order(step, 0, worker._context))), region, decoder)
             assert reply.fault is None
 
 
