@@ -4,6 +4,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from specray.layers.parallel import RankGroup
 from specray.models.fused_forward import FusedForward
 from specray.ops.cpu.steps import TableKernels
@@ -25,6 +28,7 @@ from specray.worker.torch_backend import TorchBackend
 class KernelPass(Pass):
     number: int
     verification: Verification | None = None  # verification inside the pass, complete once the pass has ended
+    is_early: bool = False  # it takes its tokens from the pass before it, and verifies no drafts
 
 
 class KernelBackend(TorchBackend):
@@ -73,9 +77,8 @@ class KernelBackend(TorchBackend):
         rows = before.batch.rows
         number, logits = self._passes.begin_after(before.number, self._ops.struct, rows.slots)
         self._open.add(number)
-        return KernelPass(
-            before.batch.decoding(), ForwardOutput(None, logits, [], list(range(len(rows.states)))), number
-        )
+        computed = ForwardOutput(None, logits, [], list(range(len(rows.states))))
+        return KernelPass(before.batch.decoding(), computed, number, is_early=True)
 
     def wait(self, started: Pass) -> None:
         assert isinstance(started, KernelPass)
@@ -84,11 +87,21 @@ class KernelBackend(TorchBackend):
 
     def finish(self, started: Pass) -> StepOutcome:
         assert isinstance(started, KernelPass)
-        if started.verification is None:
+        if started.verification is None and not started.is_early:
             return super().finish(started)
         end = time.perf_counter()
-        output = StepOutput.of_sampled(VerifyOutput(started.verification.outcome))
+        outcome = self._chosen(started) if started.verification is None else started.verification.outcome
+        output = StepOutput.of_sampled(VerifyOutput(outcome))
         return StepOutcome(started.batch, output, started.computed, end)
+
+    def _chosen(self, started: KernelPass) -> Tensor:
+        """The outcome of trees of one node, from the tokens that the pass chose; appends these to the table."""
+        logits, slots = started.computed.logits, started.batch.rows.slots
+        assert isinstance(logits, LargestLogits)
+        is_finite = (logits.token_ids >= 0).long()
+        outcome = torch.stack((is_finite, is_finite, logits.token_ids, torch.zeros_like(is_finite)), 1)
+        self._ops.append(slots, outcome)
+        return outcome
 
     def _verification(self, batch: StepBatch) -> Verification:
         """The verification of all rows by the pass."""
