@@ -12,8 +12,8 @@ from typing import Any
 from tqdm import tqdm
 
 from specray.bench.variants import BenchRequest, EngineVariant
-from specray.engine.draft_budget.budget import StaticBudget
 from specray.engine.draft_budget.costs import StepCosts, StepShape
+from specray.engine.draft_budget.static import StaticBudget
 from specray.engine.request_log import LoggedRequest
 from specray.llm import LLM
 

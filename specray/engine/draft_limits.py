@@ -1,12 +1,15 @@
 """How many drafts the requests of a step may have: by their own limits, and by what a budget finds worth verifying."""
 
+from collections import defaultdict
 from collections.abc import Sequence
+from statistics import fmean
 
 from specray.config import MAX_TREE_NODES
-from specray.engine.draft_budget import DraftBudget, Drafting, draft_weights
+from specray.engine.draft_budget import DraftBudget, Drafting
 from specray.engine.request import Request
 from specray.step import DraftLimit
 
+MAX_PRIORITY = 2  # beyond it, or below its negative, a priority changes no weight
 MAX_FORCED_DRAFTS = 8  # tokens that a grammar may add to a drafter's tree
 
 
@@ -63,3 +66,18 @@ class DraftLimits:
         # A model has no positions after the context; planned drafts may take all that is left.
         most = min(most, request.max_useful_drafts, self._context_length - request.most_tokens, limit.num_tokens)
         return max(0, most) if limit.allows_drafts else 0
+
+
+def draft_weights(requests: Sequence[tuple[str, int]]) -> list[float]:
+    """How much the drafts of each request (tenant, priority) count: half as much for each step of its priority.
+
+    The mean of each tenant is 1, so that a priority gains it nothing against others.
+    """
+    weights = [2.0 ** -max(-MAX_PRIORITY, min(MAX_PRIORITY, priority)) for _, priority in requests]
+    if len(set(weights)) < 2:
+        return [1.0] * len(weights)
+    of_tenant = defaultdict(list)
+    for (tenant, _), weight in zip(requests, weights, strict=True):
+        of_tenant[tenant].append(weight)
+    means = {tenant: fmean(own) for tenant, own in of_tenant.items()}
+    return [weight / means[tenant] for (tenant, _), weight in zip(requests, weights, strict=True)]

@@ -13,8 +13,9 @@ import pytest
 
 from specray.engine.draft_budget.auto import AutoBudget
 from specray.engine.draft_budget.budget import Drafting as Drafted
-from specray.engine.draft_budget.budget import Shares, StaticBudget
+from specray.engine.draft_budget.budget import Shares
 from specray.engine.draft_budget.costs import StepCosts
+from specray.engine.draft_budget.static import StaticBudget
 from specray.outputs import Completion
 from specray.sampling_params import SamplingParams
 from specray.testing.conformance import DRAFT_LIMITS, PREFIX, PROMPTS, SAMPLED, SAMPLING_OPTIONS, require_equal

@@ -1,6 +1,6 @@
 """How many tokens are drafted for each request of a step. No choice changes a request's text.
 
-`budget` has the interface, and the budget that shares a fixed number among the requests. `auto` verifies drafts while
+`budget` has the interface. `static` shares a fixed number among the requests. `auto` verifies drafts while
 they raise the tokens per second, and `trials` says when it tries other numbers; `graphs` does so where steps are CUDA
 graphs. `step_timer` measures steps, `costs` estimates their time, `store` keeps that for the next start, and
 `acceptance` and `by_place` estimate how many drafts are accepted.
@@ -8,13 +8,14 @@ graphs. `step_timer` measures steps, `costs` estimates their time, `store` keeps
 
 from specray.config import EngineConfig, SpeculativeConfig, with_values
 from specray.engine.draft_budget.auto import AutoBudget
-from specray.engine.draft_budget.budget import DraftBudget, Drafting, StaticBudget, draft_weights
+from specray.engine.draft_budget.budget import DraftBudget, Drafting
 from specray.engine.draft_budget.graphs import GraphBudget
+from specray.engine.draft_budget.static import StaticBudget
 from specray.engine.draft_budget.step_timer import StepTimer
 from specray.engine.draft_budget.store import CostStore
 from specray.engine.executor import Capacity
 
-__all__ = ["DraftBudget", "Drafting", "StepTimer", "budget_kind", "draft_weights", "make_budget"]
+__all__ = ["DraftBudget", "Drafting", "StepTimer", "budget_kind", "make_budget"]
 
 
 def budget_kind(speculative: SpeculativeConfig, capacity: Capacity) -> str:

@@ -15,15 +15,10 @@ from specray.engine.draft_budget.acceptance import (
     best_cut,
     factor_together,
 )
-from specray.engine.draft_budget.budget import (
-    DRAFTER_OFF_AFTER,
-    DRAFTING_MARGIN,
-    Drafting,
-    Shares,
-    shares_by_weight,
-)
+from specray.engine.draft_budget.budget import DRAFTER_OFF_AFTER, DRAFTING_MARGIN, Drafting, Shares
 from specray.engine.draft_budget.by_place import Floats, NodeAcceptance, allocate
 from specray.engine.draft_budget.costs import StepCosts, StepShape
+from specray.engine.draft_budget.static import shares_by_weight
 from specray.engine.draft_budget.trials import TRIAL_STEPS, Trial, Trials
 from specray.step import BucketSeconds
 

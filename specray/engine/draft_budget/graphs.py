@@ -10,16 +10,10 @@ from itertools import accumulate
 from math import exp
 
 from specray.engine.draft_budget.acceptance import NUM_FIRST_TREES, RequestAcceptance
-from specray.engine.draft_budget.budget import (
-    DRAFTER_OFF_AFTER,
-    DRAFTING_MARGIN,
-    Drafting,
-    PlainSteps,
-    Shares,
-    shares_by_weight,
-)
+from specray.engine.draft_budget.budget import DRAFTER_OFF_AFTER, DRAFTING_MARGIN, Drafting, Shares
 from specray.engine.draft_budget.by_place import NodeAcceptance
 from specray.engine.draft_budget.costs import CLIP, PACE_MEMORY, Curve, StepShape
+from specray.engine.draft_budget.static import PlainSteps, shares_by_weight
 from specray.step import BucketSeconds
 
 FORGET_AFTER = 1024  # such steps after which the acceptance is forgotten, because other requests may accept more

@@ -3,7 +3,8 @@
 import pytest
 
 from specray.engine.draft_budget.acceptance import RequestAcceptance
-from specray.engine.draft_budget.budget import PLAIN_STEPS, Drafting, StaticBudget
+from specray.engine.draft_budget.budget import Drafting
+from specray.engine.draft_budget.static import PLAIN_STEPS, StaticBudget
 from specray.engine.draft_budget.step_timer import StepTimer
 from specray.engine.stats import EngineStats
 from specray.engine.step_times import DRAFTED, PLAIN, MeasuredSpeedup

@@ -9,8 +9,9 @@ import pytest
 
 from specray.engine.draft_budget.acceptance import MAX_MISSED_TOKENS, SURE_AFTER, RequestAcceptance
 from specray.engine.draft_budget.auto import FORGET_AFTER, STEPS_PER_UPDATE, AutoBudget
-from specray.engine.draft_budget.budget import DraftBudget, Drafting, Shares, StaticBudget
+from specray.engine.draft_budget.budget import DraftBudget, Drafting, Shares
 from specray.engine.draft_budget.costs import KNOWN_AFTER, StepCosts, StepShape
+from specray.engine.draft_budget.static import StaticBudget
 from specray.engine.draft_budget.trials import FIRST_TRIAL_STEP
 
 MOST = 16  # nodes of the drafter's trees

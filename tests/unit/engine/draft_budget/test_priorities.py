@@ -4,8 +4,10 @@ import pytest
 
 from specray.engine.draft_budget.acceptance import RequestAcceptance
 from specray.engine.draft_budget.auto import AutoBudget
-from specray.engine.draft_budget.budget import Drafting, StaticBudget, draft_weights, shares_by_weight
+from specray.engine.draft_budget.budget import Drafting
 from specray.engine.draft_budget.costs import StepCosts, StepShape
+from specray.engine.draft_budget.static import StaticBudget, shares_by_weight
+from specray.engine.draft_limits import draft_weights
 
 URGENT, USUAL, LATER = -1, 0, 1
 

@@ -11,7 +11,8 @@ import pytest
 import specray.server.routing.rollout
 from specray.config import SpeculativeConfig
 from specray.engine.draft_budget.acceptance import RequestAcceptance
-from specray.engine.draft_budget.budget import Drafting, StaticBudget
+from specray.engine.draft_budget.budget import Drafting
+from specray.engine.draft_budget.static import StaticBudget
 from specray.errors import ConfigError, EngineDeadError
 from specray.server.routing.client import RouterClient, RouterLostError
 from specray.server.routing.messages import DesiredDrafter
