@@ -129,11 +129,6 @@ class StepPlan(NamedTuple):
     rows: list[ScheduledRequest]
     runs_drafter: bool = True  # False: the drafter is not called after this step
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to do for the worker."""
-        return not self.rows and not self.freed_slots
-
 
 class RequestResult(NamedTuple):
     """Tokens that one request emitted: accepted drafts and the bonus token; none after a non-final prompt chunk."""

@@ -176,7 +176,7 @@ class SimulatedEngine:
         if self._is_computing or self.is_silent:
             return
         plan = self._scheduler.schedule()
-        if plan.is_empty:
+        if plan is None:
             return
         self._is_computing = True
         seconds = self._hardware.costs.seconds(plan)

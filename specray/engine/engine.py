@@ -173,7 +173,7 @@ class Engine:
     def _submit(self) -> bool:
         """Plan a step and send it to the ranks. False if there is nothing to do before a result arrives."""
         plan = self.scheduler.schedule()
-        if plan.is_empty:
+        if plan is None:
             return False
         running = self.scheduler.running  # those that start are the last ones
         self._record.started(running[len(running) - len(plan.new_requests) :])

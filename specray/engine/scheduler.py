@@ -81,10 +81,10 @@ class Scheduler:
             self._suspects.append(request)
         self.waiting.append(request)
 
-    def schedule(self) -> StepPlan:
+    def schedule(self) -> StepPlan | None:
         """Plan the next step: known tokens of running requests, then waiting requests while budget and blocks last.
 
-        Drafts get blocks last, so they never keep a request out of the step. An empty plan must not be run.
+        Drafts get blocks last, so they never keep a request out of the step. None: there is nothing to do.
         """
         self._committing = []
         if self._suspects:
@@ -110,11 +110,11 @@ class Scheduler:
             budget -= num_tokens
         return self._plan(work, new_requests)
 
-    def _schedule_alone(self, suspect: Request) -> StepPlan:
-        """Plan a step of one request while all others pause. The plan is empty until no planned step has others."""
+    def _schedule_alone(self, suspect: Request) -> StepPlan | None:
+        """Plan a step of one request while all others pause. There is none until no planned step has others."""
         is_ending = bool(suspect.in_flight) and suspect.most_tokens >= suspect.max_length
         if is_ending or any(request is not suspect for step in self._planned for request, _ in step):
-            return StepPlan(self._num_steps, [], [], [])
+            return None
         new_requests, blocks = [], self._keep(suspect) if suspect.status is Status.RUNNING else None
         if suspect.status is Status.WAITING:
             self.waiting.remove(suspect)
@@ -124,17 +124,17 @@ class Scheduler:
         num_tokens = self._num_tokens(suspect, min(self._prefill_limits))
         return self._plan([(suspect, num_tokens, blocks)] if num_tokens and blocks is not None else [], new_requests)
 
-    def _plan(self, work: list[tuple[Request, int, list[int]]], new_requests: list[NewRequest]) -> StepPlan:
+    def _plan(self, work: list[tuple[Request, int, list[int]]], new_requests: list[NewRequest]) -> StepPlan | None:
         limits, runs_drafter = [DraftLimit(0, 0)] * len(work), True
         if self.drafts.max_draft_tokens:
             limits, runs_drafter = self.drafts.of_step([(request, num_tokens) for request, num_tokens, _ in work])
         rows = [self._schedule_request(*item, limit) for item, limit in zip(work, limits, strict=True)]
         freed, self._freed_slots = self._freed_slots, []
         self._num_steps += 1
-        plan = StepPlan(self._num_steps, freed, new_requests, rows, runs_drafter)
-        if not plan.is_empty:
-            self._planned.append([(request, request.num_preemptions) for request, *_ in work])
-        return plan
+        if not rows and not freed:
+            return None
+        self._planned.append([(request, request.num_preemptions) for request, *_ in work])
+        return StepPlan(self._num_steps, freed, new_requests, rows, runs_drafter)
 
     def emitted(self, plan: StepPlan, result: StepResult) -> list[Emitted]:
         """What each request emitted in the oldest planned step.

@@ -232,7 +232,7 @@ class Worker:
             slots, limits = before.batch.rows.slots, [row.draft_limit for row in plan.rows]
             drafted = self.drafts.take_next(before.drafts, slots, self._table.last_tokens(slots), limits)
             self._started[-1] = last._replace(are_drafts_taken=True)
-        started = self.backend.begin_after(before, drafted, _draft_limits(plan))
+        started = self.backend.begin_after(before, drafted, self._draft_limits(plan))
         self._started.append(StartedStep(plan, started, 0.0, start, 0.0, is_early=True))
 
     def _may_be_followed(self, step: StartedStep) -> bool:
@@ -246,9 +246,17 @@ class Worker:
         )
 
     def _wants(self, plan: StepPlan, rows: ScheduledBatch) -> StepWants:
-        reads_context = plan.runs_drafter and self.drafts.reads_context
-        layers = self.drafts.aux_hidden_state_layers if reads_context else ()
-        return StepWants(layers, rows.has_grammar, _draft_limits(plan))
+        layers = self.drafts.aux_hidden_state_layers if self._is_read(plan) else ()
+        return StepWants(layers, rows.has_grammar, self._draft_limits(plan))
+
+    def _is_read(self, plan: StepPlan) -> bool:
+        """Whether the drafter reads what this step commits."""
+        return plan.runs_drafter and self.drafts.reads_context
+
+    def _draft_limits(self, plan: StepPlan) -> list[DraftLimit]:
+        """See StepWants."""
+        limits = [row.draft_limit for row in plan.rows]
+        return limits if self._is_read(plan) and all(limit.allows_drafts for limit in limits) else []
 
     def _collect(self, plan: StepPlan, rows: ScheduledBatch) -> StepBatch:
         """The draft trees of the rows that sample, and what grammars, which rank 0 alone has, allow at their nodes."""
@@ -318,7 +326,7 @@ class Worker:
                 results[row] = results[row]._replace(draft_scores=scores)
         if any(state.traces_drafts for state in rows.states):
             results = with_traces(results, batch, output)
-        if plan.runs_drafter and self.drafts.reads_context:
+        if self._is_read(plan):
             took_part = [not result.is_deferred for result in results]
             context = draft_context(self._table, plan, outcome, took_part, self._missed, are_drafts_taken)
             self._context, self._missed = context, set()
@@ -351,12 +359,6 @@ class Worker:
         return RequestResult(
             state.slot, tokens, num_drafts, logprobs, None, nodes, prompt_logprobs, forced_nodes=forced
         )
-
-
-def _draft_limits(plan: StepPlan) -> list[DraftLimit]:
-    """See StepWants."""
-    limits = [row.draft_limit for row in plan.rows]
-    return limits if plan.runs_drafter and all(limit.allows_drafts for limit in limits) else []
 
 
 def _needs_result(state: RequestState) -> bool:
