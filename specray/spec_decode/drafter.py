@@ -123,7 +123,7 @@ class CompositeDrafter(Protocol):
     replays: dict[str, Callable[[ProposeContext], Callable[[], DraftTree] | None]]  # `replay` of members that have one
 
     def take_uses(self) -> list[DrafterUse]:
-        """See DraftSource."""
+        """What each did since the last call."""
 
 
 def composite_of(drafter: Drafter | None) -> CompositeDrafter | None:
@@ -156,6 +156,16 @@ class TreeRows(NamedTuple):
     slots: Tensor  # int64 [B]
     roots: Tensor  # int64 [B], their last known tokens
     host: list[tuple[int, int]]  # the host's copy of both
+
+
+class DraftReport(NamedTuple):
+    """What happened in a DraftSource; see StepResult."""
+
+    faults: Sequence[DraftFault] = ()
+    uses: Sequence[DrafterUse] = ()  # what each of several drafters did
+    # A drafter that reads hidden states, in a new process, took over. Those of earlier steps are lost to it; a draft
+    # model that reads tokens alone catches up.
+    is_new: bool = False
 
 
 class DraftSource(Protocol):
@@ -216,14 +226,5 @@ class DraftSource(Protocol):
 
     def release(self, slots: Sequence[int]) -> None: ...
 
-    def take_faults(self) -> list[DraftFault]:
-        """Faults since the last call."""
-
-    def take_uses(self) -> Sequence[DrafterUse]:
-        """What each of several drafters did since the last call; empty with a single drafter."""
-
-    def take_is_new(self) -> bool:
-        """Whether a drafter that reads hidden states, in a new process, took over since the last call.
-
-        Those of earlier steps are lost to it. A draft model that reads tokens alone catches up.
-        """
+    def take_report(self) -> DraftReport:
+        """What happened since the last call."""

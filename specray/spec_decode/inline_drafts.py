@@ -11,6 +11,7 @@ from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import (
     Drafter,
     DraftFaultError,
+    DraftReport,
     EarlyStep,
     TreeRows,
     UnsizedTrees,
@@ -19,7 +20,7 @@ from specray.spec_decode.drafter import (
 from specray.spec_decode.pending_trees import PendingTrees, TakenTrees
 from specray.spec_decode.propose_context import ProposeContext
 from specray.spec_decode.tree_edits import limited
-from specray.step import DrafterUse, DraftFault, DraftLimit
+from specray.step import DraftFault, DraftLimit
 
 
 class InlineDrafts:
@@ -80,12 +81,6 @@ class InlineDrafts:
         self._pending.drop(slots)
         self.drafter.release(slots)
 
-    def take_faults(self) -> list[DraftFault]:
+    def take_report(self) -> DraftReport:
         faults, self._faults = self._faults, []
-        return faults
-
-    def take_uses(self) -> Sequence[DrafterUse]:
-        return () if self._several is None else self._several.take_uses()
-
-    def take_is_new(self) -> bool:
-        return False
+        return DraftReport(faults, () if self._several is None else self._several.take_uses())

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from specray.spec_decode.draft_tree import NONE, DraftTree
-from specray.spec_decode.drafter import EarlyStep, TreeRows, UnsizedTrees
+from specray.spec_decode.drafter import DraftReport, EarlyStep, TreeRows, UnsizedTrees
 from specray.spec_decode.propose_context import ProposeContext
-from specray.step import DrafterUse, DraftFault, DraftLimit
+from specray.step import DraftLimit
 
 
 class NoDrafts:
@@ -54,11 +54,5 @@ class NoDrafts:
     def release(self, slots: Sequence[int]) -> None:
         """There is no state."""
 
-    def take_faults(self) -> list[DraftFault]:
-        return []
-
-    def take_uses(self) -> Sequence[DrafterUse]:
-        return ()
-
-    def take_is_new(self) -> bool:
-        return False
+    def take_report(self) -> DraftReport:
+        return DraftReport()

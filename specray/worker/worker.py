@@ -308,9 +308,8 @@ class Worker:
             ready = iter(results)
             results = [deferred.get(slot) or next(ready) for slot in step.slots]
         times = times._replace(verify=time.perf_counter() - waited)
-        uses, faults = self.drafts.take_uses(), self.drafts.take_faults()
         is_absent = self.drafts.max_draft_tokens == 0
-        return StepResult(plan.step_id, results, times, faults, uses, self.drafts.take_is_new(), is_absent)
+        return StepResult(plan.step_id, results, times, *self.drafts.take_report(), is_absent)
 
     def _commit(self, plan: StepPlan, outcome: StepOutcome, are_drafts_taken: bool) -> list[RequestResult]:
         """Keep the accepted paths in the host's copy, and what the drafter reads of the step."""

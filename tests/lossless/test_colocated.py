@@ -108,7 +108,7 @@ def test_trees_equal_those_of_the_inline_drafter(
     assert [visible(choice) for choice in choices] == [visible(choice) for choice in expected]
     assert record.trees == inline.trees
     assert sum(len(tree.tokens) > 1 for step in inline.trees for tree in step) > 5  # type: ignore[attr-defined]
-    assert record.take_faults() == []  # type: ignore[operator]
+    assert record.take_report().faults == []  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "gpt_neox"])

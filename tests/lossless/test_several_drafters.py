@@ -16,7 +16,7 @@ from specray.engine.request import EngineRequest
 from specray.llm import LLM
 from specray.sampling_params import SamplingParams
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.drafter import Drafter, TargetView
+from specray.spec_decode.drafter import Drafter, DraftReport, TargetView
 from specray.spec_decode.propose_context import ProposeContext
 from specray.step import DrafterUse, DraftFault
 from specray.testing.conformance import PROMPTS, SAMPLED
@@ -290,14 +290,14 @@ def test_a_shadows_acceptance_is_that_of_the_same_drafter_verified(toy: Path, tm
     with make_llm(toy, speculative=speculative, max_running_requests=4, disable_overlap_schedule=True) as llm:
         uses: list[DrafterUse] = []
         drafts = llm._executor.worker.drafts
-        take = drafts.take_uses
+        take = drafts.take_report
 
-        def take_uses() -> Sequence[DrafterUse]:
-            taken = take()
-            uses.extend(taken)
-            return taken
+        def take_report() -> DraftReport:
+            report = take()
+            uses.extend(report.uses)
+            return report
 
-        drafts.take_uses = take_uses  # type: ignore[method-assign]
+        drafts.take_report = take_report  # type: ignore[method-assign]
         llm.generate(PROMPTS, [SamplingParams(seed=i, max_tokens=40, ignore_eos=True) for i in range(len(PROMPTS))])
         counts = llm.engine.stats.labelled
     verified, accepted = (

@@ -10,8 +10,7 @@ import torch
 
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.llm import LLM
-from specray.spec_decode.drafter import Drafter, DraftSource
-from specray.step import DraftFault
+from specray.spec_decode.drafter import Drafter, DraftReport, DraftSource
 from specray.worker.loading import ring_limits
 from specray.worker.remote_drafter.handshake import DraftEndpoint, dismiss
 from specray.worker.remote_drafter.server import DraftServer, make_draft_server, remote_target_view
@@ -92,21 +91,21 @@ class Colocated:
     @contextlib.contextmanager
     def each_fault(self, *actions: Callable[[], object]) -> Iterator[None]:
         """Call this whenever the target has noticed a fault; a late answer then arrives before the next step."""
-        take = self.drafts.take_faults
+        take = self.drafts.take_report
 
-        def take_faults() -> list[DraftFault]:
-            faults = take()
-            for _ in faults:
+        def take_report() -> DraftReport:
+            report = take()
+            for _ in report.faults:
                 for action in actions:
                     action()
             peer = self.drafts._peer
-            if faults and peer is not None:
+            if report.faults and peer is not None:
                 assert select.select([peer._channel._socket], [], [], 30)[0]
-            return faults
+            return report
 
-        self.drafts.take_faults = take_faults  # type: ignore[method-assign]
+        self.drafts.take_report = take_report  # type: ignore[method-assign]
         yield
-        self.drafts.take_faults = take  # type: ignore[method-assign]
+        self.drafts.take_report = take  # type: ignore[method-assign]
 
     def close(self) -> None:
         self.drafts.close()

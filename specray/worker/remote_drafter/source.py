@@ -26,7 +26,7 @@ from specray.channel import Channel, ChannelClosedError, spin_seconds
 from specray.errors import ConfigError, EngineDeadError
 from specray.ops.host_copy import HostCopy
 from specray.spec_decode.draft_tree import NONE, DraftTree
-from specray.spec_decode.drafter import DraftFaultError, EarlyStep, TreeRows, UnsizedTrees
+from specray.spec_decode.drafter import DraftFaultError, DraftReport, EarlyStep, TreeRows, UnsizedTrees
 from specray.spec_decode.pending_trees import PendingTrees, TakenTrees
 from specray.spec_decode.propose_context import ProposeContext
 from specray.spec_decode.request_table import RequestTable
@@ -180,16 +180,10 @@ class RemoteDrafts:
         if self._peer is not None:
             self._peer.release(slots)
 
-    def take_faults(self) -> list[DraftFault]:
-        faults, self._faults = self._faults, []
-        return faults
-
-    def take_uses(self) -> Sequence[DrafterUse]:
-        return self._peer.take_uses() if self._peer else ()
-
-    def take_is_new(self) -> bool:
-        is_new, self._is_new = self._is_new, False
-        return is_new
+    def take_report(self) -> DraftReport:
+        report = DraftReport(self._faults, self._peer.take_uses() if self._peer else (), self._is_new)
+        self._faults, self._is_new = [], False
+        return report
 
     def close(self) -> None:
         self._server.close()

@@ -83,7 +83,7 @@ def test_a_tree_with_a_different_root_is_dropped() -> None:
 def test_an_invalid_tree_is_reduced_to_its_root(tree: TreeLists) -> None:
     source = submitted({3: tree, 4: TREE})
     assert collect(source, {3: 5, 4: 5}) == [root_only(5), TREE]
-    assert source.take_faults() == []
+    assert source.take_report().faults == []
 
 
 def test_a_tree_is_returned_once() -> None:
@@ -188,8 +188,8 @@ def test_nan_logits_are_reported_and_affect_one_tree() -> None:
     source = source_of(DrafterWithNan({3: TREE, 4: TREE}))
     source.submit(context(3, 4))
     assert collect(source, {3: 5, 4: 5}) == [root_only(5), TREE]
-    assert source.take_faults() == [DraftFault.NOT_A_NUMBER]
-    assert source.take_faults() == []
+    assert source.take_report().faults == [DraftFault.NOT_A_NUMBER]
+    assert source.take_report().faults == []
 
 
 def test_draft_probabilities_are_returned_with_their_trees() -> None:
