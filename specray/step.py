@@ -46,15 +46,11 @@ class DrafterUse(NamedTuple):
 
 
 class DraftLimit(NamedTuple):
-    """The largest draft tree that may be verified for a request."""
+    """The largest draft tree that may be verified for a request. If either number is 0, there is none."""
 
     num_tokens: int  # nodes, the root not counted
     num_steps: int  # levels below the root
     min_score: float = 0.0  # nodes with lower `DraftTree.scores` are not verified
-
-    @property
-    def allows_drafts(self) -> bool:
-        return self.num_tokens > 0 and self.num_steps > 0
 
 
 UNLIMITED = DraftLimit(2**31 - 1, 2**31 - 1)  # the drafter's tree and the free KV slots still bound it

@@ -43,7 +43,7 @@ class DraftLimits:
         chosen = self.budget.shares(requests, len(work) - len(requests))
         # A prompt is read although its own request takes no drafts: others may share it.
         needs_drafter = any(
-            r.spec.draft_limit.allows_drafts or (num_tokens > 1 and r.shares_prefix) for r, num_tokens in work
+            0 not in r.spec.draft_limit[:2] or (num_tokens > 1 and r.shares_prefix) for r, num_tokens in work
         )
         runs_drafter = chosen.runs_drafter and needs_drafter
         if not runs_drafter:
@@ -65,7 +65,7 @@ class DraftLimits:
             most = min(most + MAX_FORCED_DRAFTS, MAX_TREE_NODES - 1)
         # A model has no positions after the context; planned drafts may take all that is left.
         most = min(most, request.max_useful_drafts, self._context_length - request.most_tokens, limit.num_tokens)
-        return max(0, most) if limit.allows_drafts else 0
+        return max(0, most) if limit.num_steps else 0
 
 
 def draft_weights(requests: Sequence[tuple[str, int]]) -> list[float]:

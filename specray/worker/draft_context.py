@@ -33,12 +33,12 @@ def draft_context(
     for row, (state, root) in enumerate(zip(rows.states, computed.roots, strict=True)):
         if not output.num_kept(row) or not took_part[row]:
             continue
-        limit = plan.rows[row].draft_limit
+        limit = _useful(plan.rows[row].draft_limit)
         num_before, end = rows.num_known[row] - 1, state.num_computed_tokens
         # A graph drafts for all rows or none.
-        gets_drafts = row in sampling and limit.allows_drafts and (replay is not None or not state.has_ended)
+        gets_drafts = row in sampling and limit.num_steps > 0 and (replay is not None or not state.has_ended)
         committed = [*range(root - num_before, root + 1), *(root + node for node in output.accepted_nodes(row))]
-        request = DraftRequest(state.slot, end - len(committed), end, _useful(limit))
+        request = DraftRequest(state.slot, end - len(committed), end, limit)
         (drafting if gets_drafts else others).append(request)
         (places if gets_drafts else other_places).extend(committed)
 

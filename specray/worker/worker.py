@@ -256,7 +256,7 @@ class Worker:
     def _draft_limits(self, plan: StepPlan) -> list[DraftLimit]:
         """See StepWants."""
         limits = [row.draft_limit for row in plan.rows]
-        return limits if self._is_read(plan) and all(limit.allows_drafts for limit in limits) else []
+        return limits if self._is_read(plan) and all(limit.num_tokens and limit.num_steps for limit in limits) else []
 
     def _collect(self, plan: StepPlan, rows: ScheduledBatch) -> StepBatch:
         """The draft trees of the rows that sample, and what grammars, which rank 0 alone has, allow at their nodes."""
