@@ -32,9 +32,14 @@ TYPES: dict[str, dict[str, Any]] = {
     "KV in int8": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
     "KV in fp8": {"dtype": "bfloat16", "kv_cache_dtype": "fp8_e4m3"},
 }
-# The trees of a method do not depend on the types, so one of these gets every method and the others every kind of tree.
+# The trees of a method do not depend on the types, so one of these gets every method and the others every second kind
+# of tree in turns; likewise for the tokens that a failed engine had sent.
 SHAPES = ("EAGLE3", "EAGLE3-wide", "EAGLE-deep", "PARALLEL", "STANDALONE-tree", "NGRAM")
-CASES = [(kind, name) for kind in TYPES for name in (METHODS if kind == "bfloat16" else SHAPES)]
+SENT = (1, 10, 23)
+CASES, CONTINUED = [("bfloat16", name) for name in METHODS], [("bfloat16", num_sent) for num_sent in SENT]
+for turn, kind in enumerate(kind for kind in TYPES if kind != "bfloat16"):
+    CASES += [(kind, name) for name in SHAPES[turn % 2 :: 2]]
+    CONTINUED.append((kind, SENT[turn % len(SENT)]))
 LENGTHS = [3, 20, 61, 62, 63, 64, 65, 100, 127, 140]
 PROMPTS = [[(7 * place * place + length) % (VOCAB_SIZE - 4) + 4 for place in range(length)] for length in LENGTHS]
 PARAMS = [
@@ -114,7 +119,7 @@ def test_output_does_not_depend_on_the_process_that_drafts(
     assert sum(choice.usage.num_draft_tokens for choice in choices if choice.usage) > 100
 
 
-@pytest.mark.parametrize("num_sent", [1, 10, 23])
+@pytest.mark.parametrize(("options", "num_sent"), CONTINUED, indirect=["options"])
 def test_another_engine_continues_with_the_same_text(
     num_sent: int, toy: Path, options: dict[str, Any], plain: list[Completion], right: ScriptedDrafter
 ) -> None:
