@@ -35,6 +35,8 @@ class Channel:
         self._socket = connection
         self._epoch = epoch
         self._buffer = bytearray()
+        self._arrivals = select.poll()  # unlike `select.select`, for every descriptor
+        self._arrivals.register(connection, select.POLLIN)
 
     def send(self, payload: bytes, timeout: float | None = None) -> None:
         """ChannelClosedError if the connection is closed or the frame is not sent within `timeout` seconds."""
@@ -67,11 +69,9 @@ class Channel:
         """Whether a frame has begun to arrive, or the connection was closed, within `timeout` seconds."""
         if self._buffer:
             return True
-        try:
-            ready, _, _ = select.select([self._socket], [], [], timeout)
-        except ValueError as error:  # closed, or a descriptor beyond what `select` takes
-            raise ChannelClosedError(f"cannot poll: {error}") from error
-        return bool(ready)
+        if self._socket.fileno() < 0:
+            raise ChannelClosedError("cannot poll: this end is closed")
+        return bool(self._arrivals.poll(None if timeout is None else 1e3 * timeout))
 
     def close(self) -> None:
         self._socket.close()

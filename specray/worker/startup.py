@@ -8,6 +8,7 @@ import torch
 from specray.config import MAX_TREE_NODES, EngineConfig
 from specray.cores import num_cores
 from specray.engine.executor import Capacity
+from specray.errors import ConfigError
 from specray.layers.parallel import RankGroup
 from specray.models.compilation import compile_layers
 from specray.models.files import target_folder
@@ -103,6 +104,12 @@ def start_worker(
     compile_target(config, target, drafts.max_draft_tokens, progress)
     eager = _make_backend(target.runner, table, group, sampler)
     graphs, without_graphs = _make_graphs(config, target.runner, table, drafts, drafter, sampler, shares_trees)
+    if uses_cuda_ipc and graphs is None and config.speculative.budget == "auto":
+        reasons = "; ".join(without_graphs) or "on this device"
+        raise ConfigError(
+            f"without CUDA graphs ({reasons}), speculative.budget=auto cuts trees by scores, which draft.cuda_ipc does "
+            "not exchange; set budget: static, or cuda_ipc: false"
+        )
     backend: StepBackend = eager if graphs is None else GraphBackend(graphs, eager, table, sampler)
     capacity = Capacity(
         num_blocks=target.num_blocks,

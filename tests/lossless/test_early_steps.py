@@ -550,6 +550,7 @@ def test_a_long_prompt_does_not_lengthen_the_waits_for_early_orders(
         tokens_of(engine_of(worker, config), [[5, 6, 7]], [GREEDY])
         assert len(early_orders) > 8
         assert max(peer._recent) < 9.0
+        assert min(peer._recent) > 0.0  # or a slow drafter would be late after as many early replies
         assert worker.drafts.seconds == 0.0
 
 

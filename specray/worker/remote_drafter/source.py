@@ -472,10 +472,10 @@ class _Peer:
         except ValueError:
             raise DraftFaultError(DraftFault.NONSENSE) from None
         self._free.append(sent.region)
-        # 0 after an early order, because the drafter does not know how long its device has waited for the outcome. A
-        # step then waits for LEAST_WAIT_S from its outcome on, and a drafter that is behind gets no early orders.
+        # 0 after an early order, because the drafter does not know how long its device has waited for the outcome. It
+        # drafts no longer than after the shortest other order, which may have had prompts too.
         self.seconds = reply.seconds
-        self._recent.append(reply.seconds)
+        self._recent.append(reply.seconds or min(self._recent, default=0.0))
         self._uses += reply.uses
         if self.trees is None or not reply.early_nodes:
             self._early_slots.clear()

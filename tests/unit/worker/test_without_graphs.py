@@ -6,10 +6,13 @@ from pathlib import Path
 import pytest
 
 from specray.config import EngineConfig
+from specray.errors import ConfigError
 from specray.layers.moe import EXPERTS_READ
 from specray.worker.graph_backend import GraphBackend
+from specray.worker.remote_drafter.handshake import DraftEndpoint
 from specray.worker.startup import WALKS, start_worker
 from tests.support.architectures import write_architecture
+from tests.support.fake_ipc import fake_ipc
 from tests.support.graph_stand_in import RecordedGraphs, recorded_graphs
 from tests.support.methods import METHODS
 
@@ -68,3 +71,12 @@ def test_what_is_done_on_the_host(toy: Path, tmp_path: Path, graphs: list[Record
     assert worker.capacity.without_graphs == (f"verification and drafts: {WALKS}",)
     worker.prepare()
     assert {kind for kind, *_ in graphs[1].captured} == {"forward", "verify"}
+
+
+def test_drafts_in_device_memory_need_graphs_for_a_budget_that_learns(toy: Path, tmp_path: Path) -> None:
+    """A configuration that asks for graphs may get none."""
+    write_architecture("qwen3-moe", tmp_path)
+    speculative = METHODS["NGRAM"](toy, tmp_path).model_copy(update={"budget": "auto"})
+    endpoint = DraftEndpoint(str(tmp_path / "drafts"), 1, uses_cuda_ipc=True)
+    with fake_ipc(), pytest.raises(ConfigError, match=r"experts.*budget: static, or cuda_ipc: false"):
+        start_worker(config_of(tmp_path, speculative=speculative), colocate=endpoint)

@@ -1,5 +1,7 @@
 """Framing, epochs and errors of the step channel."""
 
+import fcntl
+import resource
 import socket
 import struct
 import threading
@@ -68,6 +70,25 @@ def test_polling_before_it_sleeps_delays_no_frame_and_no_timeout(pair: tuple[soc
     with pytest.raises(TimeoutError):
         right.recv(0.02, 60.0)
     assert time.monotonic() - start < 30.0
+
+
+def test_polling_takes_every_descriptor(pair: tuple[socket.socket, socket.socket]) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, hard), hard))
+    try:
+        large = socket.socket(fileno=fcntl.fcntl(pair[1].fileno(), fcntl.F_DUPFD, 1024))
+        reader = Channel(large, 1)
+        assert not reader.poll(0.0)
+        Channel(pair[0], 1).send(b"frame")
+        assert reader.poll(5.0)
+        assert reader.recv(0.0) == b"frame"
+        pair[0].close()
+        assert reader.poll(5.0)  # to find out that it was closed
+        reader.close()
+        with pytest.raises(ChannelClosedError):
+            reader.poll(0.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize(("device", "cores", "spins"), [("cuda", 16, True), ("cuda", 4, False), ("cpu", 16, False)])
