@@ -58,7 +58,7 @@ def check_keys(app: AppConfig) -> None:
             if name not in clients.names | {EVERY_TENANT}:
                 known = ", ".join(sorted(clients.names))
                 raise ConfigError(
-                    f"server.request_log_tenants has {name}, which is no name in server.api_key_file; it has {known}"
+                    f"server.request_log_tenants has {name}, which is not a name in server.api_key_file; it has {known}"
                 )
 
 

@@ -263,7 +263,7 @@ class Router:
     def _notice_end(self, task: asyncio.Task[None]) -> None:
         """An engine whose failures nobody notices must not go on."""
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("the router's own work failed", exc_info=error)
+            logger.error("a background task of the router failed", exc_info=error)
             self._die(f"the router failed: {type(error).__name__}: {error}")
 
     def _deliver_from_thread(self, outputs: list[RequestOutput]) -> None:

@@ -18,9 +18,9 @@ def positive(text: str) -> int:
 
 
 def not_negative(text: str) -> int:
-    """A whole number, or 0."""
+    """A whole number of at least 0."""
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, or 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
     return int(text)
 
 
@@ -32,9 +32,9 @@ def number_above_0(text: str) -> float:
 
 
 def number_from_0(text: str) -> float:
-    """A finite number, or 0."""
+    """A finite number of at least 0."""
     if not 0 <= (number := _number(text)) < inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0, or 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
     return number
 
 

@@ -68,7 +68,7 @@ def _check_files(files: Sequence[Path], out: Path) -> None:
         if path.is_char_device() or path.is_block_device():
             raise ConfigError(f"{path} is a device; name files of text")
         if path.resolve().is_fifo():  # unlike /dev/fd/N of a shell's <(command), which has a writer already
-            raise ConfigError(f"{path} is a named pipe, which nobody may ever write to; name files of text")
+            raise ConfigError(f"{path} is a named pipe; name files of text")
         if out.exists() and out.samefile(path):
             raise ConfigError(f"--out {out} is one of the texts; choose another file")
     if out.exists() and not out.is_file():

@@ -198,7 +198,8 @@ class ServerConfig(Options):
             )
         if self.request_log is not None and not Path(self.request_log).is_absolute():
             raise ConfigError(
-                f"server.request_log={self.request_log} is not an absolute path, and engines may run in another folder"
+                f"server.request_log={self.request_log} is relative, and engines may run in another folder; "
+                "give an absolute path"
             )
         if self.request_log is not None and not self.request_log_tenants:
             raise ConfigError(

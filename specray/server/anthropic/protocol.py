@@ -150,14 +150,14 @@ class CountTokensRequest(Body):
         hosted = [tool for tool in self.tools or [] if isinstance(tool, HostedTool)]
         if hosted and not own:
             raise InvalidRequestError(
-                f"tools has only tools that Anthropic runs ({hosted[0].type}), which this server cannot; send tools "
-                "with input_schema, or leave tools out",
+                f"tools has only tools that Anthropic runs ({hosted[0].type}), which this server cannot run; send "
+                "tools with input_schema, or leave tools out",
                 "tools",
             )
         chosen = self.tool_choice.name if isinstance(self.tool_choice, AnthropicNamedToolChoice) else None
         if chosen is not None and any((tool.model_extra or {}).get("name") == chosen for tool in hosted):
             raise InvalidRequestError(
-                f"tool_choice names {chosen!r}, a tool that Anthropic runs and this server cannot; name another",
+                f"tool_choice names {chosen!r}, which Anthropic runs and this server cannot run; name another tool",
                 "tool_choice",
             )
         if own and all(tool.defer_loading for tool in own):

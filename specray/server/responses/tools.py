@@ -134,8 +134,8 @@ class ToolSet:
         self.hosted = [tool.type for tool in tools if isinstance(tool, HostedTool)]
         if self.hosted and not self._tools:
             raise InvalidRequestError(
-                f"tools has only tools that OpenAI runs ({self.hosted[0]}), which this server cannot; send functions, "
-                "or leave tools out",
+                f"tools has only tools that OpenAI runs ({self.hosted[0]}), which this server cannot run; send "
+                "functions, or leave tools out",
                 "tools",
             )
 

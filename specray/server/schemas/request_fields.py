@@ -124,7 +124,7 @@ HARMLESS: Mapping[str, str] = {
     ),
     "return_text_in_logprobs": "log probabilities that have texts always have them",
     "max_tool_calls": "it limits tools that OpenAI runs; none are run here",
-    "betas": "fields of betas are honoured or refused by their names",
+    "betas": "each field of a beta is supported or refused by itself",
     "fallback_credit_token": "there is one model",
     **dict.fromkeys(
         (

@@ -180,7 +180,7 @@ def test_tenants_of_the_request_log_must_have_keys(tmp_path: Path, capsys: pytes
         f"--server-request-log={tmp_path}",
     ]
     assert check([*arguments, "--server-request-log-tenants=[alice, eve]"]) == 2
-    assert "server.request_log_tenants has eve, which is no name in server.api_key_file" in capsys.readouterr().err
+    assert "server.request_log_tenants has eve, which is not a name in server.api_key_file" in capsys.readouterr().err
 
 
 def test_a_port_in_use_is_an_error_before_ray_starts(
