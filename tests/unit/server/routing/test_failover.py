@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 import time
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -381,6 +382,32 @@ def test_without_any_engine_requests_are_refused_after_a_moment(serve: Serve, mo
                 assert (await server.http.post("/v1/completions", json=BODY)).status_code == 503
                 assert time.monotonic() - start < 2.9  # less than the default
 
+    asyncio.run(scenario())
+
+
+def test_an_ingress_without_requests_renews_its_leases_half_as_often(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each renewal is a call of Serve, which is most of what an idle ingress does."""
+    renewed: list[float] = []
+    renew = ReplicaHandle.renew
+
+    async def recorded(handle: ReplicaHandle, *arguments: Any) -> bool:
+        renewed.append(time.monotonic())
+        return await renew(handle, *arguments)
+
+    async def scenario() -> None:
+        async with serve(step_s=0.01, server={"lease_s": 1.0}) as server:
+            await server.until(lambda: len(renewed) == 4)
+            idle = [later - earlier for earlier, later in pairwise(renewed)]
+            request = asyncio.create_task(stream(server, BODY | {"max_tokens": 400}))
+            await server.until(lambda: len(renewed) == 8)
+            busy = [later - earlier for earlier, later in pairwise(renewed[5:])]
+            await request
+            assert min(idle) >= 0.45
+            assert min(busy) < 0.45
+
+    monkeypatch.setattr(ReplicaHandle, "renew", recorded)
     asyncio.run(scenario())
 
 
