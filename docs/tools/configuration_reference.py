@@ -25,8 +25,8 @@ These are the options of an application. They go under `args:` in a Serve config
 `speculative.num_steps` becomes `--speculative-num-steps`. Flags override the file. The first value
 is the default; `1..8` is a range with both ends.
 
-Unknown options, values of the wrong type and impossible combinations are refused when the configuration is loaded. The
-error names the value, the reason and what to change. `specray check FILE` reports them without starting anything.
+Unknown options, values of the wrong type and impossible combinations are refused when the configuration is loaded.
+`specray check FILE` reports them without starting anything.
 """
 GROUPS = {
     "": "The target model, its memory and its scheduler.",
