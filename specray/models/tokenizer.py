@@ -6,29 +6,35 @@ Only the chat template may write special tokens; in a message they are plain tex
 
 import inspect
 import json
-import re
-import unicodedata
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from jinja2 import Environment, TemplateError
+from jinja2 import TemplateError
 from tokenizers import Encoding, Tokenizer
 
 from specray.errors import ConfigError, InvalidRequestError, is_fault
+from specray.models.chat_disguise import (
+    EVERYTHING,
+    HIDDEN,
+    Chat,
+    Message,
+    TemplateWords,
+    disguised_chat,
+    visible_pieces,
+)
 from specray.models.template_limits import MAX_COMPILATION_S, MAX_CPU_S, TemplateLimitError, check_length, cpu_limit
 from specray.sampling_params import make_sampling_params
 
 if TYPE_CHECKING:  # its import takes half a second, also in commands that load no tokenizer
     from transformers import PreTrainedTokenizerFast
 
-Message = Mapping[str, Any]
 NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -115,7 +121,7 @@ def render_chat(
     """
     encoder = _ENCODERS.setdefault(tokenizer, _ChatEncoder(tokenizer.backend_tokenizer))
     _check_variables(tokenizer, variables)
-    chat = _Chat(
+    chat = Chat(
         messages, tools, variables, add_generation_prompt and not continue_final_message, continue_final_message
     )
     text = _render(tokenizer, chat)
@@ -188,7 +194,7 @@ class _ChatEncoder:
 
     def __init__(self, backend: Tokenizer) -> None:
         self._backend = backend
-        self._words: dict[str, _TemplateWords] = {}  # by the template's source
+        self._words: dict[str, TemplateWords] = {}  # by the template's source
 
     @cached_property
     def _specials(self) -> dict[int, str]:
@@ -221,15 +227,11 @@ class _ChatEncoder:
         except TypeError as error:
             raise InvalidRequestError("a message is not valid Unicode (a lone surrogate)", "messages") from error
 
-    def words(self, template: str) -> "_TemplateWords":
+    def words(self, template: str) -> TemplateWords:
         """What a template with this source may compare texts with."""
         if template not in self._words:
-            known, constants = _names_and_constants(template)
-            known = frozenset(name for name in known if not self.marks(name))
-            constants = [constant for constant in constants if not self.marks(constant)]
             specials = [content for content in self._specials.values() if len(content.strip()) > 1]
-            one_of_each_special = _Disguise(_hides_one_of_each(specials, constants))
-            self._words[template] = _TemplateWords(known, one_of_each_special, _part_of(specials))
+            self._words[template] = TemplateWords.of(template, specials, lambda text: bool(self.marks(text)))
         return self._words[template]
 
     def marks(self, text: str, encoding: Encoding | None = None) -> list[_Mark]:
@@ -279,16 +281,6 @@ _ENCODERS: "WeakKeyDictionary[PreTrainedTokenizerFast, _ChatEncoder]" = WeakKeyD
 _TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
-class _Chat(NamedTuple):
-    """The input of a template."""
-
-    messages: Sequence[Message]
-    tools: Sequence[Message]
-    variables: Mapping[str, Any]
-    add_generation_prompt: bool
-    continue_final_message: bool
-
-
 def _check_variables(tokenizer: "PreTrainedTokenizerFast", variables: Mapping[str, Any]) -> None:
     """Refuse variables that would replace those of transformers or special tokens."""
     reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters, *tokenizer.special_tokens_map}
@@ -298,7 +290,7 @@ def _check_variables(tokenizer: "PreTrainedTokenizerFast", variables: Mapping[st
         )
 
 
-def _render(tokenizer: "PreTrainedTokenizerFast", chat: _Chat) -> str:
+def _render(tokenizer: "PreTrainedTokenizerFast", chat: Chat) -> str:
     if not chat.messages:
         raise InvalidRequestError("messages is empty; a chat needs at least one", "messages")
     if tokenizer.chat_template is None:
@@ -338,32 +330,37 @@ def _compile(template: str) -> None:
 def _template_marks(
     encoder: _ChatEncoder,
     tokenizer: "PreTrainedTokenizerFast",
-    chat: _Chat,
+    chat: Chat,
     text: str,
 ) -> list[_Mark]:
     """The special tokens in `text` that the template wrote. InvalidRequestError if users may have written others.
 
     The chat is rendered again with users' characters disguised: all of them or, for a template that looks for words in
-    messages, one of each special token, which leaves an ordinary chat as it is. If both renderings are equal but for
-    the disguise, what is visible in the second is the template's.
+    messages, two of each special token, which leaves an ordinary chat as it is. If both renderings are equal but for
+    the disguise, what is visible in the second is the template's. Where not even two can be disguised, one is: the
+    template may make it of other characters, so it must not write more special tokens than before.
     """
     words = encoder.words(tokenizer.get_chat_template(tools=[dict(tool) for tool in chat.tools] or None))
-    written: list[_Mark] | None = None
-    for disguise in (_EVERYTHING, words.one_of_each_special):
+    trusted: Counter[int] = Counter()  # the template's own special tokens, as far as renderings showed them
+    for disguise in (EVERYTHING, words.two_of_each_special, words.one_of_each_special):
         try:
-            rendered = _render(tokenizer, _disguised(chat, disguise, words))
+            rendered = _render(tokenizer, disguised_chat(chat, disguise, words))
         except InvalidRequestError:  # the template inspects contents and rejects these
             continue
         written = _visible_marks(encoder, rendered)
-        if rendered.translate(_EVERYTHING) == text.translate(_EVERYTHING) and all(
+        counts = Counter(mark.token for mark in written)
+        is_proof = disguise is EVERYTHING or (disguise is words.two_of_each_special and not words.decodes)
+        is_same = disguise.are_equal(rendered, text) and all(
             rendered[mark.start : mark.end] == text[mark.start : mark.end] for mark in written
-        ):
+        )
+        if is_same and (is_proof or counts <= trusted):
             return written
+        if is_proof:
+            trusted |= counts
     marks = encoder.marks(text)
-    num_unexplained = Counter(mark.token for mark in marks) - Counter(mark.token for mark in written or ())
     values, keys = (list(texts((chat.messages, chat.tools, chat.variables))) for texts in (user_texts, _keys))
     spelt = ("".join(values), "".join(each.strip() for each in values), "\n".join(keys))
-    if num_unexplained or any(map(encoder.marks, spelt)):
+    if not Counter(mark.token for mark in marks) <= trusted or any(map(encoder.marks, spelt)):
         raise InvalidRequestError(
             "a message contains a special token of the model as text, and this model's chat template rewrites messages "
             "so that it cannot be distinguished from the template's own; remove it from the message",
@@ -372,133 +369,15 @@ def _template_marks(
     return marks
 
 
-# ---- disguised texts -----------------------------------------------------------------------------------------------
-
-# Disguised characters are rare Chinese ones: they have no case, and are printable where templates write a `repr`.
-_HIDDEN, _FIRST_CHINESE, _NUM_FOLDED = 0x20000, 0x3000, 0x6000
-_VISIBLE = re.compile("[^\U00020000-\U00028fff]+")
-_NAMING_KEYS = ("name", "type", "required")  # templates compare their values with constants, or with keys
-_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # which transformers copies to each other
-
-
-class _Disguise(dict[int, int]):
-    """A table for `str.translate` that replaces the characters that `hides` is true for by disguised ones.
-
-    Chinese characters stay, but not those from far blocks of which a normalizer makes others (U+FF1C is "<" to NFKC).
-    Threads share a table, so each entry is written once.
-    """
-
-    def __init__(self, hides: Callable[[str], bool]) -> None:
-        self._hides = hides
-
-    def __missing__(self, code: int) -> int:
-        disguised = code
-        if self._hides(char := chr(code)):
-            if code < _FIRST_CHINESE:
-                disguised = _HIDDEN + code
-            elif min(unicodedata.normalize("NFKC", char)) < chr(_FIRST_CHINESE):  # no two have the same remainder
-                disguised = _HIDDEN + _FIRST_CHINESE + code % _NUM_FOLDED
-        self[code] = disguised
-        return disguised
-
-
-# White space is trimmed by templates, and JSON or a `repr` depends on the others.
-_EVERYTHING = _Disguise(lambda char: not (char.isspace() or char < " " or char in "\"'\\"))
-
-
-class _TemplateWords(NamedTuple):
-    """What a template may look for in a chat: names, which are not disguised, and other texts.
-
-    `is_part` says whether a name could be a part of a special token.
-    """
-
-    known: frozenset[str]
-    one_of_each_special: _Disguise
-    is_part: Callable[[str], bool]
-
-
-def _names_and_constants(template: str) -> tuple[frozenset[str], list[str]]:
-    """The names of a template's attributes and constants, and all constants."""
-    tokens = [(kind, text) for _, kind, text in Environment().lex(template) if kind != "whitespace"]
-    constants = [text[1:-1] for kind, text in tokens if kind == "string"]
-    attributes = [text for (_, before), (kind, text) in pairwise(tokens) if kind == "name" and before == "."]
-    steps = (step for constant in constants for step in constant.split("."))  # map(attribute="function.name")
-    names = (name for name in (*steps, *attributes, *_REASONING_KEYS) if re.fullmatch(r"[\w-]+", name))
-    return frozenset(names), constants
-
-
-def _hides_one_of_each(specials: Sequence[str], constants: Sequence[str]) -> Callable[[str], bool]:
-    """Whether a character can become the one of a special token that is rarest in the template's constants.
-
-    Letters change by case, and normalizers write an underline for a space, so they are the last choice.
-    """
-    compared = _folded("".join(constants))
-    chosen = set()
-    for special in specials:
-        chars = [char for char in _folded(special) if not char.isspace() and char not in '"\\\u2581']
-        if chars:
-            chosen.add(min(chars, key=lambda char: (char.isalnum(), compared.count(char))))
-
-    return lambda char: not chosen.isdisjoint(_folded(char + char.upper() + char.lower()))
-
-
-def _part_of(specials: Sequence[str]) -> Callable[[str], bool]:
-    """Whether a name could be a part of a special token: it is a piece of one, or has one's punctuation."""
-    joined = "\n".join("".join(_folded(special).split()) for special in specials)
-    punctuation = {char for char in joined if not char.isalnum()} - set("_-\n")
-
-    def is_part(name: str) -> bool:
-        letters = "".join(_folded(name).split())
-        return letters in joined or not punctuation.isdisjoint(letters)
-
-    return is_part
-
-
-def _folded(text: str) -> str:
-    """`text` without the differences that a tokenizer's normalizer may remove."""
-    return unicodedata.normalize("NFKD", text).casefold()
-
-
-def _disguised(chat: _Chat, disguise: _Disguise, words: _TemplateWords) -> _Chat:
-    """`chat` with disguised texts. Roles and names that the template knows stay.
-
-    Names that could be a part of a special token are disguised as a whole: the template may write the rest beside them.
-    """
-
-    def name(value: Any) -> Any:
-        if not isinstance(value, str) or value in words.known:
-            return value
-        return value.translate(_EVERYTHING if words.is_part(value) else disguise)
-
-    def copy(value: Any, key: object = None) -> Any:
-        if isinstance(value, str):
-            return name(value) if key in _NAMING_KEYS else value.translate(disguise)
-        if isinstance(value, Mapping):
-            return {name(each): copy(inner, each) for each, inner in value.items()}
-        if isinstance(value, list | tuple):
-            return [copy(inner, key) for inner in value]
-        return value
-
-    def message(value: Message) -> Message:
-        role = value.get("role")
-        return {**copy(value), **({"role": role} if isinstance(role, str) and role.isidentifier() else {})}
-
-    return chat._replace(
-        messages=[message(each) for each in chat.messages],
-        tools=[copy(tool) for tool in chat.tools],
-        variables={each: copy(value, _NAMING_KEYS[0]) for each, value in chat.variables.items()},
-    )
-
-
 def _visible_marks(encoder: _ChatEncoder, rendered: str) -> list[_Mark]:
     """The special tokens in a rendering whose characters are all visible.
 
     It is encoded at once, with one character for each disguised text.
     """
-    pieces = [(visible.start(), visible[0]) for visible in _VISIBLE.finditer(rendered)]
+    pieces = list(visible_pieces(rendered))
     places = [0, *accumulate(len(text) + 1 for _, text in pieces)]  # of the pieces in what is encoded
     moved = []
-    for mark in encoder.marks(chr(_HIDDEN).join(text for _, text in pieces)):
+    for mark in encoder.marks(chr(HIDDEN).join(text for _, text in pieces)):
         index = bisect_right(places, mark.start) - 1
         shift = pieces[index][0] - places[index]
         moved.append(_Mark(mark.token, mark.start + shift, mark.end + shift))

@@ -16,9 +16,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from specray.config import EMBEDDED_MODEL
 from specray.errors import ConfigError, InvalidRequestError
 from specray.models import template_limits
+from specray.models.chat_disguise import EVERYTHING, Disguise
 from specray.models.files import resolve_model
 from specray.models.template_limits import LINES_PER_CHECK, MAX_CPU_S, TemplateLimitError, cpu_limit
-from specray.models.tokenizer import _EVERYTHING, _ChatEncoder, _Disguise, eos_token_ids, load_tokenizer, render_chat
+from specray.models.tokenizer import _ChatEncoder, eos_token_ids, load_tokenizer, render_chat
 
 SPECIALS = ["<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
 CHATML = (
@@ -155,7 +156,7 @@ def test_every_character_that_a_normalizer_makes_ascii_of_is_disguised_by_one_of
         for char, folded in ascii_of.items()
         if not char.isspace() and any("!" <= each <= "~" and each not in "\"'\\" + char for each in folded)
     ]
-    disguised = [char.translate(_EVERYTHING) for char in (*filter(str.isascii, ascii_of), *folding)]
+    disguised = [char.translate(EVERYTHING) for char in (*filter(str.isascii, ascii_of), *folding)]
     assert len(folding) > 1500
     assert not set(folding) & set(disguised)
     assert len(set(disguised)) == len(disguised)
@@ -184,7 +185,7 @@ def test_no_thread_sees_a_character_undisguised_while_another_disguises_it() -> 
             may_go_on.wait(60)
         return True
 
-    disguise = _Disguise(hides)
+    disguise = Disguise(hides)
     first = threading.Thread(target="<".translate, args=(disguise,))
     first.start()
     try:
@@ -212,10 +213,21 @@ REWRITINGS = [
     ("messages | map(attribute='content') | join", "nd|><|e"),
     ("m.content | replace('<', '{') | replace('|', '!') | replace('{', '<') | replace('!', '|')", "{!end!>"),
 ]
+HTML = "m.content | replace('&lt;', '<') | replace('&gt;', '>') | replace('&#124;', '|')"
+# Every punctuation mark of a special token, or all of it, is made of other characters.
+REWRITINGS += [
+    ("m.content | replace('{', '<') | replace('!', '|') | replace('}', '>')", "{!end!}"),
+    (HTML, "&lt;&#124;end&#124;&gt;"),
+    (f"{HTML} | lower", "&lt;&#124;END&#124;&gt;"),
+    ("m.content.split('{') | join('<|') | replace('}', '|>')", "{end}"),
+    ("m.content | replace('(', '<|') | replace(')', '|>') | upper | lower", "a (End) b"),
+]
 # Here both branches depend on characters that cannot be disguised.
 INDISTINCT = [
     ("m.content | replace('#', '') if '<' in m.content and '|' in m.content and '>' in m.content else ''", "<|#end|>"),
     ("m.content | replace('#', '') if '<|#end|>' in m.content else raise_exception('no')", "<|#end|>"),
+    (f"({HTML}) if '&lt;&#124;end' in m.content else raise_exception('no')", "&lt;&#124;end&#124;&gt;"),
+    ("m.content | striptags", "".join(f"&#{ord(char)};" for char in "<|end|>")),
 ]
 
 
@@ -239,7 +251,7 @@ def test_special_tokens_are_refused_if_they_cannot_be_told_from_the_templates_ow
     assert raised.value.param == "messages"
 
 
-@pytest.mark.parametrize("expression", [each for each, _ in (*REWRITINGS, INDISTINCT[0])])
+@pytest.mark.parametrize("expression", [each for each, _ in (*REWRITINGS, INDISTINCT[0], INDISTINCT[-1])])
 @pytest.mark.parametrize("content", [*ORDINARY, "/x", "1 </think>\n2", "<b>|#|</b>"])
 def test_ordinary_messages_are_encoded_also_by_templates_that_rewrite_them(expression: str, content: str) -> None:
     tokenizer = toy_tokenizer(REWRITING.replace("CONTENT", expression))
