@@ -24,6 +24,8 @@ MEMORY = 64  # steps that an average remembers
 HALF_LIFE = 512  # measurements of others after which an average counts half
 PACE_MEMORY = 8  # the same for the pace; short beside MEMORY, so that a slower machine changes the pace and no table
 CLIP = 1.5  # a step that takes longer than this many times what is expected was disturbed, and counts as this
+STORED_SHARE = 1 / MEMORY  # of its weight that an average of an earlier start has: the machine may have been busy then
+LEAST_WEIGHT = 1e-9  # of an average, however old: a mean of neighbours needs one
 KNOWN_AFTER = 8  # measurements of a step that is seldom measured: one of the first may have been disturbed
 
 
@@ -96,10 +98,17 @@ class StepCosts:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "StepCosts":
-        """Inverse of `to_json`. Raises ValueError, KeyError or TypeError for other data."""
+        """The tables of `to_json`, which new measurements soon replace.
+
+        Raises ValueError, KeyError or TypeError for other data.
+        """
+
+        def curve(points: Iterable[tuple[int, float, float]]) -> Curve:
+            return Curve((count, seconds, STORED_SHARE * weight) for count, seconds, weight in points)
+
         costs = cls()
-        costs._target = Curve(data["target"])
-        costs._rest = {int(size): Curve(points) for size, points in data["rest"]}
+        costs._target = curve(data["target"])
+        costs._rest = {int(size): curve(points) for size, points in data["rest"]}
         return costs
 
 
@@ -116,8 +125,8 @@ class Curve:
         self._measured_at: dict[int, int] = {}  # of each count, the number of measurements until its last one
         self._num_observed = 0
         for count, seconds, weight in points:
-            if not isfinite(seconds):
-                raise ValueError(f"a step of {count} took {seconds} seconds")
+            if not isfinite(seconds) or not isfinite(weight):
+                raise ValueError(f"a step of {count} took {seconds} seconds, with the weight {weight}")
             self._seconds[int(count)], self._weights[int(count)] = float(seconds), float(weight)
             self._counts[int(count)] = int(weight)
         self._fit: tuple[list[int], list[float]] | None = None  # sorted counts and their fitted seconds
@@ -150,7 +159,10 @@ class Curve:
             return np.ones(np.shape(count))
         if self._fit is None:
             counts = sorted(self._seconds)
-            self._fit = counts, rising([(self._seconds[count], self._weight(count)) for count in counts])
+            self._fit = (
+                counts,
+                rising([(self._seconds[count], max(LEAST_WEIGHT, self._weight(count))) for count in counts]),
+            )
         counts, seconds = self._fit
         slope = 0.0 if len(counts) < 2 else (seconds[-1] - seconds[-2]) / (counts[-1] - counts[-2])
         beyond = np.maximum(0.0, np.asarray(count) - counts[-1])

@@ -85,6 +85,40 @@ def test_it_loses_nothing_to_the_best_fixed_tree_or_to_no_drafts(name: str, qual
     assert tokens_per_second(AutoBudget(None), machine, rates, num_requests) >= machine.reached * best
 
 
+def test_costs_that_were_stored_under_the_load_of_other_programs_are_soon_forgotten() -> None:
+    """A restarted server learnt that each draft is dear, and drafted too little or too much for its first requests."""
+    machine, loaded, rates = MACHINES["cpu"], Machine(lambda tokens: 14 + 2.2 * tokens, 1.0, 1.5), ACCEPTANCE["good"]
+
+    def first_requests(costs: StepCosts, machine: Machine = machine, seed: int = 0, steps: int = 400) -> float:
+        """Tokens per second of four requests, and four others after each 64 steps; the costs learn."""
+        budget, random, requests, last = AutoBudget(None, costs), Random(seed), [RequestAcceptance()], None
+        tokens = seconds = 0.0
+        for step in range(steps):
+            if step % 64 == 0:
+                requests = [RequestAcceptance() for _ in range(4)]
+            shares, feeds, _ = budget.shares([Drafting(MOST, request) for request in requests])
+            for request, count in zip(requests, shares, strict=True):
+                accepted = [node + 1 for node in range(count) if random.random() < rates[node]]
+                budget.record_tree(request, count, accepted, [0.98 - 0.05 * node for node in range(count)])
+                tokens += 1 + len(accepted)
+            shape = StepShape(4, sum(shares), max(shares))
+            target, rest = machine.seconds(shape)
+            seconds += target + rest
+            if (shape.most_drafts, feeds) == last and feeds == (shape.most_drafts > 0):
+                noise = random.uniform(0.95, 1.05)
+                budget.record_step(shape, target * noise, rest * noise)
+            last = (shape.most_drafts, feeds)
+        return tokens / seconds
+
+    first_requests(learnt := StepCosts(), loaded, steps=3000)
+    stored = learnt.to_json()
+    speeds = [
+        mean(first_requests(StepCosts.from_json(data), seed=seed) for seed in range(3))
+        for data in (stored, StepCosts().to_json())
+    ]
+    assert speeds[0] > 0.93 * speeds[1]
+
+
 def test_traffic_that_changes_gains_over_every_fixed_budget() -> None:
     machine, rates = MACHINES["cpu"], ACCEPTANCE["good"]
 

@@ -14,11 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specray.config import EngineConfig
-from specray.engine.draft_budget.costs import KNOWN_AFTER, StepCosts, StepShape, rising
+from specray.engine.draft_budget.costs import HALF_LIFE, KNOWN_AFTER, Curve, StepCosts, StepShape, rising
 from specray.engine.draft_budget.store import CostStore
 from specray.engine.executor import Capacity
 
-NOT_FINITE = ['{"target": [[1, NaN, 1]], "rest": []}', '{"target": [[1e999, 0.1, 1]], "rest": []}']
+NOT_FINITE = [
+    '{"target": [[1, 0.1, NaN]], "rest": []}',
+    '{"target": [[1, NaN, 1]], "rest": []}{"target": [[1e999, 0.1, 1]], "rest": []}',
+]
 
 
 def shape(num_requests: int, num_drafts: int) -> StepShape:
@@ -148,6 +151,13 @@ def test_a_damaged_file_is_named_and_ignored(tmp_path: Path, text: str, caplog: 
     assert store.load().to_json() == json.loads(json.dumps(StepCosts().to_json()))
     [record] = caplog.records
     assert f"{store.path} cannot be read" in record.message
+
+
+def test_averages_that_are_too_old_to_count_are_still_fitted() -> None:
+    """Their weights became 0 after half a million steps, and the mean of two of them ended the engine."""
+    curve = Curve([(1, 0.3, 1.0), (2, 0.2, 1.0)])
+    curve._num_observed = 2000 * HALF_LIFE
+    assert curve.at(2) == pytest.approx(0.25)
 
 
 def test_a_first_start_logs_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
