@@ -5,6 +5,7 @@ A web page can make a browser send requests to its own host name after it has po
 server that asks for no key therefore answers only to names that a stranger cannot own.
 """
 
+import re
 import socket
 from collections.abc import Collection, Sequence
 from ipaddress import ip_address
@@ -15,6 +16,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from specray.server.errors import ApiError, error_response, short_repr
 
 ANY_HOST = "*"
+# RFC 3986, less what no browser sends: escapes, user names, addresses of the future, zones. An empty one names no host.
+_HOST = re.compile(r"(?:\[(?P<address>[0-9A-Fa-f:.]+)\]|(?P<name>[A-Za-z0-9_.-]*))(?::[0-9]{0,5})?")
 PRIVATE_SUFFIXES = (".localhost", ".internal", ".svc", ".cluster.local")  # cannot be registered
 
 
@@ -43,19 +46,17 @@ class HostCheck:
 
 def is_allowed(host: str, allowed: Collection[str]) -> bool:
     """Whether a Host header's value, with or without a port, names this server."""
-    name = _without_port(host).rstrip(".").lower()
-    return "." not in name or name in allowed or name.endswith(PRIVATE_SUFFIXES) or _is_address(name)
+    parts = _HOST.fullmatch(host)
+    if parts is None:
+        return False
+    if (address := parts["address"]) is not None:
+        return _is_address(address, 6)
+    name = parts["name"].removesuffix(".").lower()
+    return "." not in name or name in allowed or name.endswith(PRIVATE_SUFFIXES) or _is_address(name, 4)
 
 
-def _without_port(host: str) -> str:
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.partition(":")[0]
-
-
-def _is_address(name: str) -> bool:
+def _is_address(text: str, version: int) -> bool:
     try:
-        ip_address(name)
+        return ip_address(text).version == version
     except ValueError:
         return False
-    return True
