@@ -105,7 +105,10 @@ def _json_text(kind: GrammarKind, value: object, param: str) -> str:
     if not is_valid:
         raise InvalidRequestError(f"{param} must be {expected}", param)
     try:
+        _check_unicode(json.dumps(value, ensure_ascii=False), param)
         return json.dumps(value)
+    except InvalidRequestError:  # a ValueError, too
+        raise
     except (ValueError, TypeError, RecursionError):
         raise InvalidRequestError(f"{param} is nested too deeply or holds values that are not JSON", param) from None
 

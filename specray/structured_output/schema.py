@@ -5,6 +5,7 @@ llguidance would ignore a keyword, reads it differently, or allows what validato
 and unknown keywords change nothing.
 """
 
+import json
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -73,14 +74,20 @@ _LARGEST_DIVISOR = 10_000  # llguidance has a state for each remainder
 _LARGEST_MULTIPLE = 10**9 - 1  # where nothing else bounds them
 
 
+_JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_ESCAPES = 'nrbtf\\"'  # of characters in JSON texts
+_NUMERIC = re.compile(r"(?<!\\)(?:\\\\)*\\u00|\x7f")  # in JSON: control characters without escapes of their own
+
+
 class _UnenforceableError(Exception):
     """Why a schema cannot be enforced; the message continues the schema's place."""
 
 
 def enforceable(schema: object) -> Schema:
-    """The prepared schema. InvalidRequestError names the part that cannot be enforced, and its place.
+    """The prepared schema, with the form of its JSON: one space after commas and colons, no other white space.
 
-    `schema` is consumed: it must be a JSON value that nobody else has.
+    InvalidRequestError names the part that cannot be enforced, and its place. `schema` is consumed: it must be a JSON
+    value that nobody else has.
     """
     if not isinstance(schema, dict):
         raise _error("#", "it is not an object")
@@ -139,6 +146,7 @@ class _Preparation:
             raise _error("#", f"it has more than {MAX_REFERENCES} references")
         self._refuse_circles()
         self._close_objects()
+        self._root["x-guidance"] = _JSON_FORM | {"json_allowed_escapes": _ESCAPES + self._numeric_escape()}
         for place in sorted(endless_places(self._parts, self._at), key=len, reverse=True):
             above, _, name = place.rpartition("/")
             container = self._at(above)
@@ -225,6 +233,22 @@ class _Preparation:
                     name: True for name in part.get("required", ()) if name not in part["properties"]
                 }
                 part["additionalProperties"] = False
+
+    def _numeric_escape(self) -> str:
+        """`u` if a constant can be written only with it.
+
+        Otherwise characters have no numeric escapes, with which a known name would pass as another one.
+        """
+        constants = [part[name] for part in self._parts.values() for name in ("const", "enum") if name in part]
+        if not any(_NUMERIC.search(json.dumps(constant, ensure_ascii=False)) for constant in constants):
+            return ""
+        for place, part in self._parts.items():
+            has_names = "properties" in part or "patternProperties" in part
+            if has_names and part.get("additionalProperties", True) is not False:
+                raise _error(
+                    place, "it allows other properties, and 'const' or 'enum' of the schema have control characters"
+                )
+        return "u"
 
     def _combined_places(self) -> set[str]:
         """The schemas that apply to a value together with others."""

@@ -18,12 +18,6 @@ Format = dict[str, Any]
 
 MAX_DEPTH = 50
 _ANY_TEXT = "/(?s:.*)/"
-_JSON_FORM = {
-    "whitespace_flexible": False,
-    "item_separator": ", ",
-    "key_separator": ": ",
-    "json_allowed_escapes": 'nrbtf\\"',
-}
 _EMPTY = '""'
 # The members of each format beside `type`; True: required.
 _MEMBERS: dict[str, dict[str, bool]] = {
@@ -250,11 +244,8 @@ class TagRules:
 
 
 def json_part(schema: object) -> str:
-    """A JSON schema within a rule. JSON has one space after commas and colons and no other white space.
-
-    `schema` is consumed. Characters have no numeric escapes, so that a name has one spelling.
-    """
-    return f"%json {json.dumps(enforceable(schema) | {'x-guidance': _JSON_FORM})}"
+    """A JSON schema within a rule. `schema` is consumed."""
+    return f"%json {json.dumps(enforceable(schema))}"
 
 
 def _checked(value: object, place: str) -> Format:

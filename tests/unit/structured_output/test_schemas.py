@@ -75,6 +75,19 @@ def test_random_schemas_have_only_valid_outputs_or_are_refused(seed: int, sample
         ({"type": "integer", "minimum": 0, "maximum": 2**64 - 1}, ["0", str(2**62)], ["-1", str(2**64)]),
         ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, [str(-(2**62))], [str(2**63)]),
         ({"enum": [1, "a", None]}, ["1", '"a"', "null"], ["2", '"b"']),
+        ({"const": "\0"}, [r'"\u0000"'], ['"\0"', '"0"', '""']),
+        ({"enum": ["a\x1f\x7f\n", "b"]}, [r'"a\u001f\u007f\n"', '"b"'], [r'"a\u001f\n"', r'"\u0062"']),
+        ({"const": {"\x01": ["\x02"]}}, [r'{"\u0001": ["\u0002"]}'], [r'{"\u0001": ["\u0003"]}']),
+        (
+            {"properties": {"a": {"const": "\x01"}, "b": {"type": "null"}}, "required": ["a"]},
+            [r'{"a": "\u0001"}'],
+            [r'{"a": "\u0001", "\u0062": 1}', r'{"\u0061": "\u0001"}'],
+        ),
+        (
+            {"properties": {"a": {"const": "\u00e9\\u0000"}, "b": {"type": "null"}}, "additionalProperties": True},
+            ['{"a": "\u00e9\\\\u0000", "c": 1}'],
+            [r'{"\u0061": 1}'],
+        ),
         ({"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 5}]}, ["3", "5"], ["2", "6"]),
         ({"type": "integer", "anyOf": [{"minimum": 3}, {"maximum": -3}]}, ["3", "-4"], ["0", '"a"']),
         ({"type": "object", "minProperties": 1, "additionalProperties": {"type": "integer"}}, ['{"a": 1}'], ["{}"]),
@@ -214,7 +227,8 @@ def test_what_cannot_be_enforced_is_refused_with_its_place(schema: Any, place: s
         ({"properties": {"a": {"type": "string", "pattern": "a$b"}}}, "at #/properties/a: .*lookarounds"),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
         ({"type": "string", "const": 3}, "Unsatisfiable"),
-        ({"const": "\x01"}, "allows no first token"),
+        ({"properties": {"a": {"const": "\x01"}}, "additionalProperties": {}}, "at #: it allows other properties"),
+        ({"type": "string", "pattern": "^\\u0001$"}, "allows no first token"),
     ],
 )
 def test_what_the_compiler_refuses_is_explained(schema: Any, message: str, compiler: GrammarCompiler) -> None:
