@@ -145,7 +145,6 @@ class Engine:
         drafts.budget = budget or self.new_budget(speculative, max_draft_tokens)
         if any(bucket.num_nodes > max_draft_tokens for bucket in self._bucket_seconds):  # else of smaller trees only
             drafts.budget.record_bucket_seconds(self._bucket_seconds)
-        self.capacity = self.capacity._replace(max_draft_tokens=max_draft_tokens)
         drafts.max_draft_tokens = max_draft_tokens
         self._timer = StepTimer(self._speedup.record)
         self._record.drafter(speculative.drafter_name)

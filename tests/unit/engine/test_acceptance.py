@@ -148,4 +148,4 @@ def test_a_new_drafter_resets_the_alarm(toy: Path) -> None:
         assert list(llm.engine.stats.labelled[COLLAPSED].values()) == [1]
         llm.engine.draft_with(SpeculativeConfig(algorithm="NGRAM"), max_draft_tokens=3)
         assert not any(llm.engine.stats.labelled[COLLAPSED].values())
-        assert llm.engine.capacity.max_draft_tokens == llm.engine.scheduler.drafts.max_draft_tokens == 3
+        assert llm.engine.scheduler.drafts.max_draft_tokens == 3

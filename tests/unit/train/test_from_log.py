@@ -99,7 +99,7 @@ def test_a_head_is_trained_from_a_log_promoted_and_taken_back(stories: Path, tmp
         promoted, reason = decided(served, shadowed)
         assert (promoted.default_drafter, promoted.shadow.drafter) == ("new", "old")
         assert "its accept length is" in reason
-        served.engine.draft_with(promoted, served.engine.capacity.max_draft_tokens)
+        served.engine.draft_with(promoted, served.engine.scheduler.drafts.max_draft_tokens)
         assert decided(served, promoted) == (promoted, "")
 
         foreign = sorted(set(range(3, 512)) - set(draft_ids(new).tolist()))  # another subject: nothing is accepted
