@@ -45,7 +45,7 @@ MUTANTS = (
     ),
     Mutant(
         "grammars: any white space in JSON",
-        "specray/structured_output/structural_tags.py",
+        "specray/structured_output/schema.py",
         '"whitespace_flexible": False',
         '"whitespace_flexible": True',
         "tests/unit/structured_output/test_schemas.py -k one_space",
@@ -70,6 +70,13 @@ MUTANTS = (
         "        if self.marks(text, whole) == marks:\n            return whole.ids\n",
         "        return whole.ids\n",
         "tests/unit/models/test_published_specials.py",
+    ),
+    Mutant(
+        "chats: a template makes special tokens of other characters",
+        "specray/models/chat_disguise.py",
+        "for char in chosen[:count]} for count in (1, 2))",
+        "for char in chosen[:count]} for count in (1, 1))",
+        "tests/unit/models/test_tokenizer.py -k makes_of_messages",
     ),
     Mutant(
         "chats: a template loops without end",

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from specray.errors import ConfigError
 from tests.cluster.conftest import LONG
-from tests.support.processes import own_processes
+from tests.support.processes import own_processes, wait_until
 
 MESSAGES: Any = [{"role": "user", "content": "Say something, é 🎉."}]
 
@@ -36,14 +36,10 @@ def samples(app: Any) -> dict[str, float]:
     return dict(found)
 
 
-def wait_until_idle(app: Any, seconds: float = 5.0) -> float:
-    """Seconds until nothing runs, waits or holds KV blocks."""
-    start = time.monotonic()
+def wait_until_idle(app: Any) -> None:
+    """Until nothing runs, waits or holds KV blocks."""
     gauges = ("specray_num_requests_running", "specray_num_requests_waiting", "specray_kv_cache_usage_perc")
-    while any(samples(app)[name] for name in gauges):
-        assert time.monotonic() - start < seconds
-        time.sleep(0.02)
-    return time.monotonic() - start
+    wait_until(lambda: not any(map(samples(app).__getitem__, gauges)))
 
 
 def test_stream_equals_whole(client: openai.OpenAI) -> None:

@@ -91,11 +91,11 @@ def test_a_drafter_that_compiles_for_long_is_not_frozen(
         is_prompt = any(request.start == 0 for request in context.requests)
         if (drafter, is_prompt) not in compiled:
             compiled.add((drafter, is_prompt))
-            time.sleep(0.6)
+            time.sleep(2.4)
         return propose(drafter, context)
 
     for wait in ("FIRST_WAIT_S", "FROZEN_S"):
-        monkeypatch.setattr(source, wait, 0.5)
+        monkeypatch.setattr(source, wait, 2.0)  # long enough for an ordinary draft on a busy machine
     monkeypatch.setattr(EagleDrafter, "propose", slow_at_first)
     config = config_of(toy, METHODS["EAGLE3"](toy, tmp_path))
     with ready_worker(config, tmp_path, "colocated") as worker:
