@@ -15,7 +15,8 @@ from specray.engine.stop_strings import AnswerStart, StopPrefixes, cut_at_stop
 from specray.outputs import FinishReason
 from specray.sampling_params import SamplingParams
 
-_CONTEXT_TOKENS = 8  # of the prompt
+_CONTEXT_TOKENS = (8, 64, 512)  # of the prompt; more of them while they have no text
+_MOST_INCOMPLETE = 8  # tokens at their end without a whole character; one has four bytes at most
 
 
 class Cut(NamedTuple):
@@ -110,16 +111,20 @@ class TextStream:
     def _stream_after(self, token_ids: Sequence[int]) -> DecodeStream:
         """A stream that continues the text of `token_ids`, of which it needs the last ones that have a text.
 
-        An incomplete character at their end is left out: the stream would return the text before it once more.
+        An incomplete character at their end is left out: the stream would return the text before it once more. Steps
+        wait for this, so a prompt whose end has no text at all is continued as an empty one.
         """
-        skips, length = self._params.skip_special_tokens, _CONTEXT_TOKENS
-        while True:
+        skips = self._params.skip_special_tokens
+        for length in _CONTEXT_TOKENS:
             ids = list(token_ids[-length:])
-            while ids and (text := self._tokenizer.decode(ids, skip_special_tokens=skips)).endswith("\ufffd"):
+            for _ in range(_MOST_INCOMPLETE + 1):
+                text = self._tokenizer.decode(ids, skip_special_tokens=skips)
+                if text and not text.endswith("\ufffd"):
+                    return DecodeStream(ids=ids, skip_special_tokens=skips)
+                if not text:
+                    break
                 ids.pop()
-            if (ids and text) or length >= len(token_ids):
-                return DecodeStream(ids=ids, skip_special_tokens=skips)
-            length *= 8
+        return DecodeStream(skip_special_tokens=skips)
 
     def _decode_afresh(self) -> str:
         """Decode the pending tokens as a separate text.

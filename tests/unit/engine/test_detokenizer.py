@@ -332,3 +332,26 @@ def test_special_tokens_before_the_output_hide_no_earlier_text_of_the_prompt() -
     ids = tokenizer.encode("the end", add_special_tokens=False).ids
     stream = TextStream(tokenizer, SamplingParams(), [2], 99, prompt_token_ids=[ids[0], *[1] * 100])
     assert stream.feed(ids[-1:]).text == tokenizer.decode([ids[0], ids[-1]])[len(tokenizer.decode(ids[:1])) :]
+
+
+class CountingTokenizer:
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.num_decoded = 0
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+        self.num_decoded += len(token_ids)
+        return self._tokenizer.decode(token_ids, skip_special_tokens)
+
+
+@pytest.mark.parametrize("kind", sorted(TOKENIZERS))
+@pytest.mark.parametrize("end", ["incomplete", "special"])
+def test_a_long_prompt_without_text_at_its_end_takes_no_step_of_other_requests(kind: str, end: str) -> None:
+    """All of it was decoded once for each of its tokens; 8,191 parts of characters held all requests for 45 s."""
+    tokenizer = TOKENIZERS[kind]
+    token = tokenizer.encode("😀", add_special_tokens=False).ids[-2] if end == "incomplete" else EOS[kind][0]
+    counting = CountingTokenizer(tokenizer)
+    stream = TextStream(counting, SamplingParams(), [], 99, prompt_token_ids=[token] * 8191)  # type: ignore[arg-type]
+    assert counting.num_decoded < 8191
+    stream._tokenizer = tokenizer
+    assert stream.feed(tokenizer.encode("the", add_special_tokens=False).ids).text.strip() == "the"
