@@ -8,7 +8,7 @@ from urllib.request import ProxyHandler, build_opener
 from specray.errors import SpecRayError
 
 CHOSEN_PORTS = (20_000, 30_000)
-OPENER = build_opener(ProxyHandler({}))  # no proxy from the environment: the server is local
+OPENER = build_opener(ProxyHandler({}))  # no proxy from the environment: the server is local, as a rule
 
 
 def free_port() -> int:

@@ -12,12 +12,13 @@ from collections.abc import Callable, Mapping
 from textwrap import fill
 from typing import Any, NamedTuple
 from urllib.error import HTTPError, URLError
-from urllib.request import ProxyHandler, Request, build_opener
+from urllib.request import Request
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from specray.cli.arguments import KEY_VARIABLE, add_api_key, add_url
 from specray.cli.chat import ServerError
+from specray.cli.local_server import OPENER
 from specray.tables import format_table
 
 HELP = "Show load, speed, acceptance, cache use and faults of a running server's replicas, until Ctrl-C."
@@ -244,7 +245,7 @@ def _get(url: str, path: str, key: str | None) -> str | None:
     """Body of a GET request; None for an HTTP error. ServerError if the server cannot be reached or refuses the key."""
     request = Request(url.rstrip("/") + path, headers={"Authorization": f"Bearer {key}"} if key else {})
     try:
-        with _OPENER.open(request, timeout=TIMEOUT_S) as reply:
+        with OPENER.open(request, timeout=TIMEOUT_S) as reply:
             body: bytes = reply.read()
         return body.decode()
     except HTTPError as error:
@@ -253,6 +254,3 @@ def _get(url: str, path: str, key: str | None) -> str | None:
         return None
     except (URLError, OSError) as error:
         raise ServerError(f"no server answers at {url} ({error}); start one with `specray serve`") from None
-
-
-_OPENER = build_opener(ProxyHandler({}))  # no proxy from the environment

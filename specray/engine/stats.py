@@ -1,4 +1,4 @@
-"""The engine's counters: plain numbers, written by the step loop's thread and copied by `snapshot` once a second."""
+"""The engine's counters: plain numbers, written by the step loop's thread and copied by `snapshot` after each step."""
 
 from bisect import bisect_left
 from dataclasses import dataclass, field

@@ -3,6 +3,8 @@
 This is the engine's only code that uses the network, and only for names on the Hugging Face hub.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -129,16 +131,23 @@ def _from_gguf(path: Path, load_format: str, progress: bool) -> Path:
 
 def _hub_token_map(name: str) -> Path:
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
 
     repository, _, filename = name.rpartition("/")
-    try:
+    with _hub_errors(f"speculative.token_map={name!r} is not a local file", "check the name, the network and HF_TOKEN"):
         return Path(hf_hub_download(repository, filename))
+
+
+@contextmanager
+def _hub_errors(missing: str, remedy: str) -> Iterator[None]:
+    """Errors of the hub's client become a ConfigError."""
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
+
+    try:
+        yield
     except (HfHubHTTPError, HFValidationError, EntryNotFoundError, OSError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(
-            f"speculative.token_map={name!r} is not a local file and could not be fetched from the Hugging Face "
-            f"hub: {reason}; check the name, the network and HF_TOKEN"
+            f"{missing} and could not be fetched from the Hugging Face hub: {reason}; {remedy}"
         ) from error
 
 
@@ -165,9 +174,12 @@ def _from_hub(model: str, revision: str | None, load_format: str, progress: bool
 
 def _download(model: str, revision: str | None, patterns: list[str], progress: bool, option: str) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
 
-    try:
+    embedded = ", ".join(map(repr, [EMBEDDED_MODEL, *embedded_heads()]))
+    with _hub_errors(
+        f"{option}={model!r} (revision {revision or 'default'}) is not a local path",
+        f"check the name, the network and HF_TOKEN, or use one of {embedded}",
+    ):
         return Path(
             snapshot_download(
                 model,
@@ -177,13 +189,6 @@ def _download(model: str, revision: str | None, patterns: list[str], progress: b
                 tqdm_class=None if progress else _SilentBar,
             )
         )
-    except (HfHubHTTPError, HFValidationError, EntryNotFoundError, OSError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ConfigError(
-            f"{option}={model!r} (revision {revision or 'default'}) is not a local path and could not be fetched "
-            f"from the Hugging Face hub: {reason}; check the name, the network and HF_TOKEN, or use one of "
-            f"{', '.join(map(repr, [EMBEDDED_MODEL, *embedded_heads()]))}"
-        ) from error
 
 
 class _SilentBar(tqdm_asyncio):  # type: ignore[type-arg]  # generic only in its stubs
