@@ -17,6 +17,7 @@ from specray.sampling_params import SamplingParams
 
 _CONTEXT_TOKENS = (8, 64, 512)  # of the prompt; more of them while they have no text
 _MOST_INCOMPLETE = 8  # tokens at their end without a whole character; one has four bytes at most
+_MOST_UNDECODED = 64  # tokens without a whole character: a stream decodes all of them again with each further one
 
 
 class Cut(NamedTuple):
@@ -104,7 +105,7 @@ class TextStream:
         except Exception:  # the library raises nothing narrower
             new_text = self._decode_afresh()
         if new_text is None:
-            return ""
+            return "" if len(self._undecoded) < _MOST_UNDECODED else self._give_up()
         self._undecoded.clear()
         return self._append(new_text)
 
@@ -134,6 +135,11 @@ class TextStream:
         """
         self._stream = DecodeStream(skip_special_tokens=self._params.skip_special_tokens)
         return "".join(self._stream.step(self._tokenizer, token_id) or "" for token_id in self._undecoded)
+
+    def _give_up(self) -> str:
+        """Decode the pending tokens, which are parts of no character, and begin anew."""
+        self._stream = DecodeStream(skip_special_tokens=self._params.skip_special_tokens)
+        return self._flush()
 
     def _flush(self) -> str:
         """Decode the bytes of an incomplete character as U+FFFD."""

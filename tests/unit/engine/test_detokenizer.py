@@ -355,3 +355,19 @@ def test_a_long_prompt_without_text_at_its_end_takes_no_step_of_other_requests(k
     assert counting.num_decoded < 8191
     stream._tokenizer = tokenizer
     assert stream.feed(tokenizer.encode("the", add_special_tokens=False).ids).text.strip() == "the"
+
+
+@pytest.mark.parametrize("kind", sorted(TOKENIZERS))
+@pytest.mark.parametrize("skips", [False, True])
+def test_an_output_of_parts_of_characters_is_sent_before_it_is_long(kind: str, skips: bool) -> None:
+    """Each token took as long as all before it: an echo of 8,191 took more than a minute."""
+    tokenizer, params = TOKENIZERS[kind], SamplingParams(skip_special_tokens=skips)
+    part = tokenizer.encode("😀", add_special_tokens=False).ids[-2]
+    stream = TextStream(tokenizer, params, [], 10_000)
+    text = "".join(stream.feed([part]).text for _ in range(300))
+    assert set(text) == {SPLIT_CHARACTER}
+    assert len(text) > 200
+    for special in [EOS[kind][0]] * 300:
+        stream.feed([special])
+        assert len(stream._undecoded) < 64
+    assert stream.feed(tokenizer.encode("the", add_special_tokens=False).ids).text.strip(SPLIT_CHARACTER).strip()
