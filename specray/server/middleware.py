@@ -104,7 +104,12 @@ class JsonRoute(APIRoute):
 
 class _JsonRequest(Request):
     async def json(self) -> Any:
-        return loads(await self.body())
+        try:
+            return loads(await self.body())
+        except json.JSONDecodeError:  # its handler names the place
+            raise
+        except (ValueError, RecursionError) as error:
+            raise HTTPException(400, f"the body must be JSON, but {_unreadable(error)}") from None
 
 
 def loads(body: bytes) -> Any:
@@ -119,6 +124,15 @@ def loads(body: bytes) -> Any:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def _unreadable(error: Exception) -> str:
+    """Why no JSON could be read, and what to change."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply; flatten it"
+    if isinstance(error, UnicodeDecodeError):
+        return "it is not text in UTF-8; send it so, and without compression"
+    return "an integer in it has too many digits; send a smaller one"
 
 
 def _finite(number: str) -> float:

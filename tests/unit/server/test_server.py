@@ -1,6 +1,7 @@
 """The HTTP API over a real engine and scripted ranks: event order, errors, cancellation, metrics."""
 
 import asyncio
+import gzip
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -313,14 +314,24 @@ def test_errors_have_openais_shape(
 
 
 @pytest.mark.parametrize(
-    "body",
-    [b'{"prompt":', b"[" * 3000, b'{"prompt":"\\ud800"}', b'{"prompt":"a","seed":' + b"9" * 5000 + b"}", b"\xff\xfe"],
+    ("body", "reason"),
+    [
+        (b'{"prompt":', "JSON"),
+        (b"[" * 3000, "nested too deeply"),
+        (b'{"prompt":"\\ud800"}', "unpaired surrogate"),
+        (b'{"prompt":"a","seed":' + b"9" * 5000 + b"}", "too many digits"),
+        (b"\xff\xfe", "JSON"),
+        (b'{"prompt":"\xff"}', "not text in UTF-8"),
+        (gzip.compress(b'{"prompt":"a"}'), "without compression"),
+    ],
 )
-def test_malformed_bodies_are_400(serve: Serve, body: bytes) -> None:
+def test_malformed_bodies_are_400_with_a_reason(serve: Serve, body: bytes, reason: str) -> None:
     async def scenario() -> None:
         async with serve() as server:
             headers = {"content-type": "application/json"}
-            assert_error(await server.http.post("/v1/completions", content=body, headers=headers), 400)
+            reply = await server.http.post("/v1/completions", content=body, headers=headers)
+            assert_error(reply, 400)
+            assert reason in reply.json()["error"]["message"]
 
     asyncio.run(scenario())
 
