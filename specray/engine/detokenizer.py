@@ -113,9 +113,10 @@ class TextStream:
         """A stream that continues the text of `token_ids`, of which it needs the last ones that have a text.
 
         An incomplete character at their end is left out: the stream would return the text before it once more. Steps
-        wait for this, so a prompt whose end has no text at all is continued as an empty one.
+        wait for this, so of a prompt whose end has no text at all, a bounded part is looked at.
         """
         skips = self._params.skip_special_tokens
+        ids, text = list[int](), ""
         for length in _CONTEXT_TOKENS:
             ids = list(token_ids[-length:])
             for _ in range(_MOST_INCOMPLETE + 1):
@@ -125,7 +126,7 @@ class TextStream:
                 if not text:
                     break
                 ids.pop()
-        return DecodeStream(skip_special_tokens=skips)
+        return DecodeStream(ids=[] if text else ids, skip_special_tokens=skips)
 
     def _decode_afresh(self) -> str:
         """Decode the pending tokens as a separate text.

@@ -294,6 +294,7 @@ def test_an_invalid_byte_changes_no_text_returned_before() -> None:
 @given(st.lists(st.sampled_from(WORDS), min_size=1, max_size=12), st.integers(0, 40), cut_lists(), st.booleans())
 @settings(max_examples=250)
 @example([" a", "the"], 1, [], True)
+@example([" "], 1, [], False)
 def test_a_prompt_and_its_output_are_the_text_of_all_tokens(
     words: list[str], place: int, cuts: list[int], starts_with_bos: bool
 ) -> None:
