@@ -1,5 +1,6 @@
 """The one-shot all-reduce, by real processes over shared memory, against the sum of gathered parts, bit by bit."""
 
+from collections.abc import Callable
 from itertools import product
 from multiprocessing.queues import Queue
 from pathlib import Path
@@ -55,7 +56,7 @@ def test_buffers_hold_the_rows_that_they_are_made_for(num_ranks: int, num_rows: 
     assert num_bytes <= flag_bytes(num_ranks) + 2 * (rows + NUM_PROGRAMS) * row.nbytes
 
 
-def _wrong_of_all(target: object, size: int, folder: Path) -> list[list[str]]:
+def _wrong_of_all(target: Callable[..., object], size: int, folder: Path) -> list[list[str]]:
     """What each rank's `target` found wrong."""
     found: Queue[list[str]] = PROCESSES.Queue()
     arguments = [(f"file://{folder}/ranks", rank, size, found) for rank in range(size)]
