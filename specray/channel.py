@@ -14,6 +14,7 @@ from specray.cores import num_cores
 _HEADER = struct.Struct(">IQ")  # payload length, epoch
 _CHUNK = 1 << 18
 _LEAST_TIMEOUT_S = 1e-6  # with 0.0 a socket does not block, and has other errors
+_POLLED_UNIT_S = 1e-3  # the system call rounds its timeout up to a multiple of it
 
 _SPIN_S = 2e-3  # about a step
 _MANY_CORES = 8  # two of them may be busy with waiting
@@ -71,6 +72,9 @@ class Channel:
             return True
         if self._socket.fileno() < 0:
             raise ChannelClosedError("cannot poll: this end is closed")
+        if timeout is not None and 0 < timeout < _POLLED_UNIT_S and not self._arrivals.poll(0):
+            time.sleep(timeout)
+            timeout = 0.0
         return bool(self._arrivals.poll(None if timeout is None else 1e3 * timeout))
 
     def close(self) -> None:

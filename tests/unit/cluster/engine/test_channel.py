@@ -91,6 +91,21 @@ def test_polling_takes_every_descriptor(pair: tuple[socket.socket, socket.socket
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+def test_a_short_wait_is_not_rounded_up(pair: tuple[socket.socket, socket.socket]) -> None:
+    """The step loop looks at the device by turns with the channel, and a step may take less than a millisecond."""
+    reader, seconds = Channel(pair[1], 1), []
+    for _ in range(50):
+        start = time.perf_counter()
+        assert not reader.poll(2e-5)
+        seconds.append(time.perf_counter() - start)
+    assert 2e-5 <= min(seconds) < 5e-4
+    threading.Timer(0.02, Channel(pair[0], 1).send, [b"frame"]).start()
+    until = time.monotonic() + 60.0
+    while not reader.poll(2e-5):
+        assert time.monotonic() < until
+    assert reader.recv(0.0) == b"frame"
+
+
 @pytest.mark.parametrize(("device", "cores", "spins"), [("cuda", 16, True), ("cuda", 4, False), ("cpu", 16, False)])
 def test_only_a_gpu_with_many_cores_lets_processes_poll(
     device: str, cores: int, spins: bool, monkeypatch: pytest.MonkeyPatch
