@@ -15,9 +15,10 @@ from specray.engine.engine import Engine
 from specray.engine.request import EngineRequest
 from specray.errors import ConfigError, EngineDeadError, InvalidRequestError, QueueFullError, did_you_mean
 from specray.grammar import REQUEST_ERRORS
+from specray.models.chat_disguise import Message
 from specray.models.files import target_folder
 from specray.models.target_model import TargetModel
-from specray.models.tokenizer import NO_VARIABLES, Message, load_tokenizer, render_chat, sampling_defaults
+from specray.models.tokenizer import NO_VARIABLES, load_tokenizer, render_chat, sampling_defaults
 from specray.outputs import Completion, FinishReason, Generation, RequestOutput
 from specray.sampling_params import SamplingParams, choice_seed, fresh_seed, make_sampling_params
 from specray.spec_decode.drafter import Drafter
