@@ -166,9 +166,10 @@ class RankGroup:
         assert self.one_shot is not None
         part = torch.arange(_CHECKED, device=device, dtype=torch.bfloat16) / (self.rank + 3)
         summed, wanted = part.clone(), part
-        self.one_shot.sum(summed)
+        launch_error = self.one_shot.try_sum(summed)
         self._sum_by_rank(wanted)
-        return None if self.smallest(int(torch.equal(summed, wanted))) else "the kernel's sum differs"
+        is_right = launch_error is None and torch.equal(summed, wanted)
+        return None if self.smallest(int(is_right)) else launch_error or "the kernel's sum differs"
 
     def _sum_by_rank(self, partial: Tensor) -> None:
         first, *others = self._gathered(partial)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 import triton
 from torch import Tensor
+from triton.errors import TritonError
 
 from specray.ops.gpu.all_reduce_kernels import sum_over_ranks
 from specray.ops.gpu.launches import starts_early
@@ -37,6 +38,14 @@ class OneShotAllReduce:
     def sum(self, part: Tensor) -> None:
         """Add every rank's `part`, in place."""
         self._launch(part, part, part, part, 0.0, norms=False)
+
+    def try_sum(self, part: Tensor) -> str | None:
+        """`sum`, or why the kernel cannot be compiled or launched; then `part` is as it was."""
+        try:
+            self.sum(part)
+        except (TritonError, RuntimeError) as error:
+            return str(error).partition("\n")[0] or type(error).__name__
+        return None
 
     def add_rms_norm(self, part: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """`TorchOps.add_rms_norm` of the sum of every rank's `part` [T, size], which becomes the sum with residual."""

@@ -11,6 +11,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from triton.errors import TritonError
+
 from specray.layers.norm import RMSNorm
 from specray.layers.parallel import RankGroup
 from specray.ops.gpu import all_reduce, layers
@@ -38,6 +40,10 @@ def test_repeated_launches_take_the_buffers_in_turn(size: int, tmp_path: Path) -
 
 def test_a_kernel_with_another_sum_is_refused(tmp_path: Path) -> None:
     assert _wrong_of_all(_refused, 2, tmp_path) == [[]] * 2
+
+
+def test_a_kernel_that_cannot_be_launched_is_refused(tmp_path: Path) -> None:
+    assert _wrong_of_all(_not_launched, 2, tmp_path) == [[]] * 2
 
 
 def test_without_symmetric_memory_sums_are_those_of_the_library(tmp_path: Path) -> None:
@@ -119,6 +125,21 @@ def _refused(meeting: str, rank: int, size: int, found: "Queue[list[str]]") -> N
     all_reduce.OneShotAllReduce.sum = sum_wrongly  # type: ignore[method-assign]
     group = OneShotGroup(rank, size, meeting)
     found.put([] if group.sums == "NCCL: the kernel's sum differs" and group.one_shot is None else [group.sums])
+    group.close()
+
+
+def _not_launched(meeting: str, rank: int, size: int, found: "Queue[list[str]]") -> None:
+    torch.set_num_threads(1)
+
+    def fail(*_: object, **__: object) -> None:
+        raise TritonError("ptxas failed\nmore of it")  # no RuntimeError
+
+    all_reduce.OneShotAllReduce._launch = fail  # type: ignore[method-assign]
+    group = OneShotGroup(rank, size, meeting)
+    wrong = [] if group.sums == "NCCL: ptxas failed" and group.one_shot is None else [group.sums]
+    if not torch.equal(group.sum(torch.ones(3)), torch.full((3,), 2.0)):
+        wrong.append("sum")
+    found.put(wrong)
     group.close()
 
 
