@@ -58,7 +58,9 @@ def test_a_decoder_gives_transformers_logits_and_one_text_with_any_drafts(name: 
         assert llm._executor.worker.capacity.has_one_text
         if kernels() is not None:
             assert_same_bits_in_any_batch(llm._executor.worker.model)
-        assert_same_with_drafts(llm, tmp_path, ("NGRAM", "EAGLE3") if name in QUICK else ("EAGLE3",))
+        # States follow what is accepted, and of an n-gram's drafts that is most.
+        has_both = name in QUICK or llm._executor.worker.model.shape.state_bytes > 0
+        assert_same_with_drafts(llm, tmp_path, ("NGRAM", "EAGLE3") if has_both else ("EAGLE3",))
 
 
 @pytest.mark.parametrize("name", NATIVE)
