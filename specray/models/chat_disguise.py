@@ -23,7 +23,7 @@ _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # which transf
 _DECODING = re.compile(r"\b(?:striptags|unescape|decode)\b")  # of Jinja and Python; they make characters of numbers
 
 
-class Chat(NamedTuple):
+class TemplateInput(NamedTuple):
     """The input of a template."""
 
     messages: Sequence[Message]
@@ -94,7 +94,7 @@ class TemplateWords(NamedTuple):
         )
 
 
-def disguised_chat(chat: Chat, disguise: Disguise, words: TemplateWords) -> Chat:
+def disguised_chat(chat: TemplateInput, disguise: Disguise, words: TemplateWords) -> TemplateInput:
     """`chat` with disguised texts. Roles and names that the template knows stay.
 
     Names that could be a part of a special token are disguised as a whole: the template may write the rest beside them.

@@ -23,8 +23,8 @@ from specray.errors import ConfigError, InvalidRequestError, is_fault
 from specray.models.chat_disguise import (
     EVERYTHING,
     HIDDEN,
-    Chat,
     Message,
+    TemplateInput,
     TemplateWords,
     disguised_chat,
     visible_pieces,
@@ -121,7 +121,7 @@ def render_chat(
     """
     encoder = _ENCODERS.setdefault(tokenizer, _ChatEncoder(tokenizer.backend_tokenizer))
     _check_variables(tokenizer, variables)
-    chat = Chat(
+    chat = TemplateInput(
         messages, tools, variables, add_generation_prompt and not continue_final_message, continue_final_message
     )
     text = _render(tokenizer, chat)
@@ -290,7 +290,7 @@ def _check_variables(tokenizer: "PreTrainedTokenizerFast", variables: Mapping[st
         )
 
 
-def _render(tokenizer: "PreTrainedTokenizerFast", chat: Chat) -> str:
+def _render(tokenizer: "PreTrainedTokenizerFast", chat: TemplateInput) -> str:
     if not chat.messages:
         raise InvalidRequestError("messages is empty; a chat needs at least one", "messages")
     if tokenizer.chat_template is None:
@@ -330,7 +330,7 @@ def _compile(template: str) -> None:
 def _template_marks(
     encoder: _ChatEncoder,
     tokenizer: "PreTrainedTokenizerFast",
-    chat: Chat,
+    chat: TemplateInput,
     text: str,
 ) -> list[_Mark]:
     """The special tokens in `text` that the template wrote. InvalidRequestError if users may have written others.
