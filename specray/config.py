@@ -606,6 +606,10 @@ class EngineConfig(Options):
         None, ge=1, description="Largest batch of decode steps with CUDA graphs; null takes max_running_requests."
     )
 
+    disable_custom_all_reduce: bool = Field(
+        False, description="Sum small steps over ranks on GPUs with NCCL, not with the one-shot kernel."
+    )
+
     speculative: SpeculativeConfig = SpeculativeConfig()
 
     @model_validator(mode="before")

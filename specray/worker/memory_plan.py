@@ -164,7 +164,7 @@ def demand_of(
         width = _layer_width(model_config, shape)
         nccl_bytes = NCCL_BYTES if group.size > 1 else 0
         dynamic = _steps(config, shape, width, dtype) + _draft_inputs(config, shape, dtype) + nccl_bytes
-        if group.size > 1:
+        if group.size > 1 and not config.disable_custom_all_reduce:
             dynamic += -(-one_shot_bytes(config, shape, dtype, group.size) // _SEGMENT) * _SEGMENT
         if is_split or (group.leads and placement != "separate"):
             dynamic += _drafts(config, shape, width, dtype, placement == "inline")

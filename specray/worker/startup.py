@@ -75,7 +75,9 @@ def start_worker(
     uses_cuda_ipc = colocate is not None and colocate.uses_cuda_ipc
     target = LoadedTarget(config, folder, group, device, progress, model, placement, uses_cuda_ipc)
     sums_over_ranks = ""
-    if group.size > 1 and device.type == "cuda" and ops_on(device).records_graphs:
+    if config.disable_custom_all_reduce and group.size > 1:
+        sums_over_ranks = "NCCL: disable_custom_all_reduce is set"
+    elif group.size > 1 and device.type == "cuda" and ops_on(device).records_graphs:
         shape, dtype = target.model.shape, target.model.embedding.weight.dtype
         sums_over_ranks = group.start_one_shot(one_shot_bytes(config, shape, dtype, group.size), device)
     vocab_size = target.model.shape.vocab_size
