@@ -182,7 +182,7 @@ def _choices(sizes: Sizes, device: torch.device) -> Iterator[Timed]:
 
 
 def _choice(name: str, logits: Tensor, options: SamplingOptions | None) -> Timed:
-    rows = sampling.independent(logits)
+    rows = sampling.Rows(logits)
     if options is None:
         return Timed(name, lambda: sampling.choose(rows, None, None), logits.nbytes)
     batch = SamplingBatch.of([SamplingState(options)] * len(logits), logits.device)

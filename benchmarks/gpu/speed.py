@@ -21,7 +21,7 @@ from benchmarks.gpu.random_model import TINY as TINY_MODEL
 from benchmarks.gpu.report import Cell, Order, Report, requests
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.step import UNLIMITED, DraftLimit, NewRequest, SamplingOptions, ScheduledRequest, StepPlan
-from specray.worker.buckets import Bucket, buckets
+from specray.worker import buckets
 from specray.worker.startup import start_worker
 from specray.worker.worker import Worker
 
@@ -144,12 +144,19 @@ def measure(
 
 @contextmanager
 def _captured_for(batch_sizes: Sequence[int]) -> Iterator[None]:
-    """Workers capture graphs of these numbers of requests only: capturing all takes longer than measuring."""
+    """Workers capture graphs for these numbers of requests only: capturing all takes longer than measuring."""
+    target, drafter = buckets.buckets, buckets.draft_buckets
 
-    def wanted(max_rows: int, max_nodes: int) -> list[Bucket]:
-        return [bucket for bucket in buckets(max_rows, max_nodes) if bucket.rows in batch_sizes]
+    def taken(max_rows: int, max_nodes: int) -> list[buckets.Bucket]:
+        return [bucket for bucket in target(max_rows, max_nodes) if bucket.nodes > 1 or bucket.rows in batch_sizes]
 
-    with mock.patch("specray.worker.decode_graphs.buckets", wanted):
+    def drafted(max_rows: int, max_nodes: int) -> list[buckets.Bucket]:
+        return [bucket for bucket in drafter(max_rows, max_nodes) if bucket.rows in batch_sizes]
+
+    with (
+        mock.patch("specray.worker.decode_graphs.buckets", taken),
+        mock.patch("specray.worker.decode_graphs.draft_buckets", drafted),
+    ):
         yield
 
 

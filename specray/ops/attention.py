@@ -50,7 +50,10 @@ class PaddedBatch:
     paths: Tensor  # int64 [T, M]
     path_lengths: Tensor  # int64 [T], at least 1
     slot_mapping: Tensor  # int64 [T]: the KV slot each query's KV is written to
-    row_width: int = 1  # each so many consecutive queries have the same row and, but for padding, the same prefix
+    # Each so many consecutive queries have the same row and, but for padding, the same prefix; with `row_lens` at most.
+    row_width: int = 1
+    # int64 [R]: how many queries each row has, row by row. Padding follows them, with a prefix of 0.
+    row_lens: Tensor | None = None
 
 
 def pack_paths(sees: Tensor, kv_slots: Tensor) -> tuple[Tensor, Tensor]:

@@ -146,10 +146,6 @@ class SamplingBatch:
 
         return cls(list(states), make_columns)
 
-    def repeat(self, count: int) -> "SamplingBatch":
-        """Each row `count` times in succession; without states."""
-        return SamplingBatch([], lambda: OptionColumns(*(part.repeat_interleave(count) for part in self.columns)))
-
     def of_rows(self, rows: Tensor) -> "SamplingBatch":
         """Rows `rows` int64 [m], of which one may be named more than once; without states."""
         return SamplingBatch([], lambda: OptionColumns(*(part.index_select(0, rows) for part in self.columns)))

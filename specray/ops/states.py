@@ -97,9 +97,10 @@ class StateRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PaddedStateRows:
-    """R requests of N rows each: all sizes are fixed and all contents are on the device, as CUDA graphs need it.
+    """R requests of up to N rows: all sizes are fixed and all contents are on the device, as CUDA graphs need it.
 
-    A row that is neither known nor a node of a tree is padding.
+    A row that is neither known nor a node of a tree is padding. The T rows are N of each request, unless `places` says
+    otherwise.
     """
 
     slots: Tensor  # int64 [R]: the requests' rows of the pools
@@ -109,10 +110,21 @@ class PaddedStateRows:
     copies: Tensor  # int64 [R, N]: the row of the pools that also receives the state behind each known row; -1: none
     # bool [R, N, N]: whether row j is row i or before it on its path, for drafts behind one known row; None: no drafts
     sees: Tensor | None = None
+    # (int64 [R, N], the place of each row among the T; int64 [T], that of each of these among the R * N). Each is the
+    # other's inverse where there is a row, and any elsewhere.
+    places: tuple[Tensor, Tensor] | None = None
 
     @property
     def total(self) -> int:
-        return self.parents.numel()
+        return self.parents.numel() if self.places is None else len(self.places[1])
+
+    def padded(self, values: Tensor) -> Tensor:
+        """[R * N, any] of `values` [T, any]."""
+        return values if self.places is None else values.index_select(0, self.places[0].flatten())
+
+    def flat(self, values: Tensor) -> Tensor:
+        """[T, any] of `values` [R * N, any]."""
+        return values if self.places is None else values.index_select(0, self.places[1])
 
 
 AnyStateRows = StateRows | PaddedStateRows

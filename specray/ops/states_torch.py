@@ -50,7 +50,7 @@ class DeltaNet:
 def convolve(conv: Convolution, x: Tensor, pool: Tensor, rows: AnyStateRows) -> Tensor:
     """See TorchOps.convolve."""
     if isinstance(rows, PaddedStateRows):
-        return _convolve_padded(conv, x, pool, rows)
+        return rows.flat(_convolve_padded(conv, rows.padded(x), pool, rows))
     width, device = len(conv.weights), x.device
     windows = pool.index_select(0, rows.slots.to(device))
     windows = windows.masked_fill(rows.is_fresh.bool().to(device)[:, None, None], 0)
@@ -102,8 +102,10 @@ def gated_delta(
     net: DeltaNet, qkv: Tensor, a: Tensor, b: Tensor, z: Tensor, pool: Tensor, rows: AnyStateRows
 ) -> Tensor:
     """See TorchOps.gated_delta."""
-    changes = _changes(net, qkv, a, b)
-    seen = _run(changes, pool, rows) if isinstance(rows, StateRows) else _run_padded(changes, pool, rows)
+    if isinstance(rows, StateRows):
+        seen = _run(_changes(net, qkv, a, b), pool, rows)
+    else:
+        seen = rows.flat(_run_padded(_changes(net, *map(rows.padded, (qkv, a, b))), pool, rows))
     normed = seen * torch.rsqrt(_sum(seen * seen, -1)[..., None] / net.v_dim + net.eps) * net.norm
     return (normed.flatten(1) * silu(z.float())).to(z.dtype)
 

@@ -51,18 +51,17 @@ class LargestLogits(NamedTuple):
 
 
 class RaggedIndex(NamedTuple):
-    """T elements of concatenated rows: element t is number `offsets[t]` of row `rows[t]`."""
+    """T elements of concatenated rows: element t is number `offsets[t]` of row `rows[t]`, or padding behind it."""
 
     rows: Tensor  # int64 [T]
     offsets: Tensor  # int64 [T]
 
     @classmethod
     def of(cls, lengths: Tensor, total: int) -> "RaggedIndex":
-        """From the rows' `lengths` int64 [rows], whose sum `total` is known on the host."""
-        device = lengths.device
-        rows = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths, output_size=total)
-        starts = lengths.cumsum(0) - lengths
-        return cls(rows, torch.arange(total, device=device) - starts.index_select(0, rows))
+        """From the rows' `lengths` int64 [rows], at most `total` in all; what follows them goes on in the last row."""
+        ends, place = lengths.cumsum(0), torch.arange(total, device=lengths.device)
+        rows = torch.searchsorted(ends, place, right=True).clamp(max=len(lengths) - 1)
+        return cls(rows, place - (ends - lengths).index_select(0, rows))
 
 
 def num_kept(outcome: Tensor) -> Tensor:

@@ -232,17 +232,11 @@ class TorchOps:
         return noise_keys(seeds, positions)
 
     def choose_drafts(
-        self,
-        logits: Tensor,
-        places: tuple[Tensor, Tensor],  # noqa: ARG002
-        temperature: Tensor | None,
-        keys: Tensor | None,
-        ids: Tensor | None,
+        self, logits: Tensor, temperature: Tensor | None, keys: Tensor | None, ids: Tensor | None
     ) -> Choices:
         """The most likely token of each row, with noise unless keys are None.
 
-        `temperature`, `keys` and `ids` are those of `with_noise`. `places` are the numbers of the rows and ones, each
-        int64 [n], kept by the caller so that a CUDA graph need not make them.
+        `temperature`, `keys` and `ids` are those of `with_noise`.
         """
         if keys is not None:
             assert temperature is not None

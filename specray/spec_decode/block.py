@@ -48,7 +48,7 @@ class BlockDrafter(HeadDrafter):
         super().__init__(head, kv, target)
         self._head = head
         sizes = head.vocab_size, head.draft_token_ids, head.vocab_head
-        self._vocabulary = DraftVocabulary(*sizes, target.max_rows, target.device)
+        self._vocabulary = DraftVocabulary(*sizes, target.device)
         self._masks = head.config.masks
         if len({*self._masks}) > 1 or any(mask.window for mask in self._masks):
             self.reason_without_graphs = "layers of the draft head attend through windows or differ"

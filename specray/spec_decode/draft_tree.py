@@ -73,6 +73,15 @@ class DraftTree(NamedTuple):
             reach = (reach @ reach).clamp_(max=1.0)
         return reach > 0
 
+    def starts(self) -> Tensor:
+        """int64 [B], places of the roots among the nodes of all trees, tree by tree."""
+        return self.num_nodes.cumsum(0) - self.num_nodes
+
+    def places(self, total: int) -> Tensor:
+        """int64 [B, N], those of all nodes, up to `total`; any one where there is no node."""
+        nodes = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+        return (self.starts()[:, None] + nodes).clamp(max=total - 1)
+
     def is_valid(self, vocab_size: int) -> Tensor:
         """bool [B]: all tokens are in the vocabulary and every parent comes before its child."""
         nodes = torch.arange(self.tokens.shape[1], device=self.tokens.device)

@@ -16,15 +16,11 @@ from specray.spec_decode.tree_noise import TreeNoise
 class DraftVocabulary:
     """The tokens that a draft model predicts: column c of its logits is the target's token `ids[c]`."""
 
-    def __init__(
-        self, size: int, ids: Tensor | None, head: VocabHead | None, max_rows: int, device: torch.device
-    ) -> None:
+    def __init__(self, size: int, ids: Tensor | None, head: VocabHead | None, device: torch.device) -> None:
         """`ids` int64 [size]; None: c itself. `head` makes the logits; None: one that has all columns."""
         self._size = size
         self._ids = self._column_ids = ids  # of all columns, and of this rank's
         self._ops = ops_on(device)
-        self._row_numbers = torch.arange(max_rows, device=device)
-        self._ones = torch.ones_like(self._row_numbers)
         self._split = head if head is not None and head.group.size > 1 else None
         if self._split is not None:
             first = min(self._split.first_id, size)
@@ -33,13 +29,11 @@ class DraftVocabulary:
 
     def best(self, logits: Tensor, noise: TreeNoise | None, level: int) -> tuple[Tensor, Tensor]:
         """(the most likely token of each row of `logits` [B, columns], whether its logit is finite)."""
-        count = len(logits)
-        places = self._row_numbers[:count], self._ones[:count]
         temperature, keys = (None, None) if noise is None else (noise.temperature, noise.keys[level])
         if logits.shape[1]:
-            found = self._ops.choose_drafts(logits, places, temperature, keys, self._column_ids)
+            found = self._ops.choose_drafts(logits, temperature, keys, self._column_ids)
         else:  # the last ranks may have no column
-            found = none_of(count, logits.device)
+            found = none_of(len(logits), logits.device)
         if self._split is not None:
             found = exchanged(found, self._split.group)
         return found.tokens, found.is_finite

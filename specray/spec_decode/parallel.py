@@ -42,7 +42,7 @@ class ParallelDrafter(HeadDrafter):
         super().__init__(head, DraftKV(attention, shape, last_position, padding_slot, None, extra=masks), target)
         self._head = head
         sizes = head.vocab_size, head.draft_token_ids, head.vocab_head
-        self._vocabulary = DraftVocabulary(*sizes, target.max_rows, target.device)
+        self._vocabulary = DraftVocabulary(*sizes, target.device)
         self._fused = FusedDrafts(head.network, self._kv, masks)
 
     @torch.inference_mode()

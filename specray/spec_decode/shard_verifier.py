@@ -29,7 +29,7 @@ def verify_shards(
     whole = [row for row, state in enumerate(states) if sampler is not coupled or _needs_all_logits(state)]
     others = sorted(set(range(len(states))) - set(whole))
     if others:
-        outputs.append(_verify_at_once(inputs.select(others), head))
+        outputs.append(_choose_and_walk(inputs.select(others), head))
     if whole:
         selected = inputs.select(whole)
         logits = head.gathered(selected.logits)
@@ -47,15 +47,11 @@ def verify_padded_shards(
 
     Unless `is_filtered`, no sampled request has filters.
     """
-    logits, tree = inputs.logits, inputs.tree
-    ops = step_ops(logits.device)
     if (inputs.is_sampled and is_filtered) or sampler is not coupled:
-        verified = ops.verify_padded(inputs._replace(logits=head.gathered(logits).contiguous()), sampler)
+        whole = inputs._replace(logits=head.gathered(inputs.logits).contiguous())
+        verified = step_ops(whole.logits.device).verify_padded(whole, sampler)
     else:
-        own = none_of(tree.tokens.numel(), logits.device)  # the last ranks may have no column
-        if logits.shape[1]:
-            own = ops.choose_padded(logits, tree, inputs.drawn, inputs.lengths, head.first_id)
-        verified = ops.accept(tree, exchanged(own, head.group))
+        verified = _choose_and_walk(inputs, head)
     return VerifyOutput(head.group.broadcast(verified.outcome))
 
 
@@ -68,11 +64,10 @@ def _needs_all_logits(state: SamplingState) -> bool:
     return state.options.grammar is not None or state.needs_walk or (state.is_sampled and state.is_filtered)
 
 
-def _verify_at_once(inputs: VerifyInput, head: VocabHead) -> VerifyOutput:
-    """Choose at every place on all ranks alike, then walk."""
-    tree, ops = inputs.tree, step_ops(inputs.logits.device)
-    if inputs.logits.shape[1]:
+def _choose_and_walk(inputs: VerifyInput | PaddedVerifyInput, head: VocabHead) -> VerifyOutput:
+    """Choose at all nodes on all ranks alike, then walk."""
+    logits, ops = inputs.logits, step_ops(inputs.logits.device)
+    own = none_of(len(logits), logits.device)  # the last ranks may have no column
+    if logits.shape[1]:
         own = ops.choose(inputs, head.first_id)
-    else:
-        own = none_of(tree.tokens.numel(), inputs.logits.device)
-    return ops.accept(tree, exchanged(own, head.group))
+    return ops.accept(inputs.tree, exchanged(own, head.group))

@@ -22,7 +22,7 @@ from specray.ops.step_tensors import (
     tokens_of,
 )
 from specray.spec_decode.draft_tree import NONE, ROOT, DraftTree
-from specray.spec_decode.node_sampler import NodeSampler, PaddedSampler
+from specray.spec_decode.node_sampler import NodeSampler, PaddedSampler, coupled
 from specray.spec_decode.verify_batch import PaddedVerifyInput, VerifyInput, VerifyOutput
 
 
@@ -83,7 +83,7 @@ class TreeOps(Protocol):
 
 
 class TreeInput(NamedTuple):
-    """All nodes of B trees of N places, T = B * N tokens."""
+    """All nodes of B trees, tree by tree, and padding behind them: T tokens."""
 
     token_ids: Tensor  # int64 [T]
     positions: Tensor  # int64 [T]
@@ -96,7 +96,7 @@ class ExtendInput(NamedTuple):
     token_ids: Tensor  # int64 [T], of the next position
     positions: Tensor  # int64 [T], of the committed tokens
     attention: PaddedBatch
-    nodes: Tensor  # int64 [T], places of their hidden states among the B * N of the step
+    nodes: Tensor  # int64 [T], places of their hidden states
     last: Tensor  # int64 [B], place of each request's last token among the T
     ends: Tensor  # int64 [B], position of each request's last known token, the root of its next tree
     roots: Tensor  # int64 [B], that token
@@ -135,86 +135,67 @@ class TorchStepOps:
 
     def verify(self, inputs: VerifyInput) -> VerifyOutput:
         """Verify trees of requests whose tokens do not depend on the path, with coupled sampling."""
-        tree = inputs.tree
-        index = RaggedIndex.of(tree.num_nodes, len(inputs.logits))
-        chosen = _chosen(inputs, index)
-        is_finite = inputs.logits.gather(1, chosen[:, None])[:, 0].isfinite()
-        places = _places(tree, len(chosen))
-        return accept(tree, tree.ancestors(), chosen[places], is_finite[places])
+        return _verify(inputs, coupled)
 
     def verify_chosen(self, tokens: Tensor, tree: DraftTree) -> VerifyOutput:
         """Verify trees by the target's tokens at their nodes, int64 [sum of num_nodes]; -1: logits are not finite."""
-        places = _places(tree, len(tokens))
+        places = tree.places(len(tokens))
         return accept(tree, tree.ancestors(), tokens[places], tokens[places] >= 0)
 
-    def choose(self, inputs: VerifyInput, first_id: int = 0) -> Choices:
-        """The target's token at every place of the trees, [B * N], among the columns of `logits`.
+    def choose(self, inputs: VerifyInput | PaddedVerifyInput, first_id: int = 0) -> Choices:
+        """The target's token for each row of `logits`, among its columns; undefined where that is padding.
 
         `first_id` is the token id of the first column.
         """
-        tree, sampling = inputs.tree, inputs.sampling
-        is_sampled = any(state.is_sampled for state in sampling.states)
-        logits = inputs.logits.index_select(0, _places(tree, len(inputs.logits)).flatten())
-        return self.choose_padded(logits, tree, sampling if is_sampled else None, inputs.lengths, first_id)
-
-    def choose_padded(
-        self, logits: Tensor, tree: DraftTree, sampling: SamplingBatch | None, lengths: Tensor, first_id: int = 0
-    ) -> Choices:
-        """`choose` where `logits` [B * N, columns] has a row for every place, without the host.
-
-        All requests are greedy without `sampling`. `lengths` int64 [B] are the known tokens.
-        """
-        temperature = None if sampling is None else sampling.temperature.repeat_interleave(tree.tokens.shape[1])
-        keys = None if sampling is None else _keys(tree, sampling, lengths).flatten(0, 1)
+        logits, options, temperature, keys = inputs.logits, inputs.drawn, None, None
+        if options is not None:
+            index = RaggedIndex.of(inputs.tree.num_nodes, len(logits))
+            temperature, keys = options.temperature.index_select(0, index.rows), _keys(inputs, options, index)
         return choose_in_shard(ops_on(logits.device), logits, temperature, keys, first_id)
 
     def verify_padded(self, inputs: PaddedVerifyInput, sampler: NodeSampler) -> VerifyOutput:
         """`verify` where `can_verify_padded`. A request whose tree has no node keeps and emits nothing."""
-        logits, tree, sampling = inputs.logits, inputs.tree, inputs.drawn
-        ancestors, shape, ops = tree.ancestors(), tree.tokens.shape, ops_on(logits.device)
-        if sampling is None:
-            chosen = ops.argmax(logits)
-        else:
-            keys = noise_keys(sampling.seeds[:, None], inputs.lengths[:, None] + ancestors.sum(-1) - 1)
-            chosen = ops.sample_padded(logits, sampling.repeat(shape[1]), keys.flatten(0, 1))
-        is_finite = logits.gather(1, chosen[:, None])[:, 0].isfinite()
-        chosen = at_nodes(sampler, chosen.view(shape), inputs)
-        return accept(tree, ancestors, chosen, is_finite.view(shape))
+        return _verify(inputs, sampler)
 
     def accept(self, tree: DraftTree, choices: Choices) -> VerifyOutput:
         """Walk trees by the tokens that `choose` chose."""
-        shape = tree.tokens.shape
-        return accept(tree, tree.ancestors(), choices.tokens.view(shape), choices.is_finite.view(shape) > 0)
+        places = tree.places(len(choices.tokens))
+        return accept(tree, tree.ancestors(), choices.tokens[places], choices.is_finite[places] > 0)
 
 
-def at_nodes(sampler: NodeSampler, chosen: Tensor, inputs: PaddedVerifyInput) -> Tensor:
-    """The sampler's tokens after all nodes, int64 [B, N], from those that `coupled` chooses."""
+def at_nodes(sampler: NodeSampler, chosen: Tensor, inputs: VerifyInput | PaddedVerifyInput) -> Tensor:
+    """The sampler's tokens after all nodes, int64 [T], from those that `coupled` chooses."""
     if not isinstance(sampler, PaddedSampler):
         return chosen
-    assert inputs.sampling is not None
-    return sampler.at_nodes(chosen, inputs.tree, inputs.sampling.seeds, inputs.lengths, inputs.logits.shape[-1])
+    tree, sampling, size = inputs.tree, inputs.sampling, inputs.logits.shape[-1]
+    assert sampling is not None
+    found = sampler.at_nodes(chosen[tree.places(len(chosen))], tree, sampling.seeds, inputs.lengths, size)
+    return _of_nodes(found, RaggedIndex.of(tree.num_nodes, len(chosen)))
 
 
-def _chosen(inputs: VerifyInput, index: RaggedIndex) -> Tensor:
-    """The target's token at every node, int64 [sum of num_nodes]; `index` has the nodes' places."""
-    states, rows, ops = inputs.sampling.states, index.rows, ops_on(inputs.logits.device)
-    if not any(state.is_sampled for state in states):
-        return ops.argmax(inputs.logits)
-    options = inputs.sampling.of_rows(rows)
-    keys = _keys(inputs.tree, inputs.sampling, inputs.lengths)[rows, index.offsets]
-    return ops.sample_padded(inputs.logits, options, keys, any(state.is_filtered for state in states))
+def _verify(inputs: VerifyInput | PaddedVerifyInput, sampler: NodeSampler) -> VerifyOutput:
+    tree, logits, options, ops = inputs.tree, inputs.logits, inputs.drawn, ops_on(inputs.logits.device)
+    if options is None:
+        chosen = ops.argmax(logits)
+    else:
+        index = RaggedIndex.of(tree.num_nodes, len(logits))
+        is_filtered = not options.states or any(state.is_filtered for state in options.states)
+        keys = _keys(inputs, options, index)
+        chosen = ops.sample_padded(logits, options.of_rows(index.rows), keys, is_filtered)
+    is_finite = logits.gather(1, chosen[:, None])[:, 0].isfinite()
+    places = tree.places(len(chosen))
+    return accept(tree, tree.ancestors(), at_nodes(sampler, chosen, inputs)[places], is_finite[places])
 
 
-def _keys(tree: DraftTree, sampling: SamplingBatch, lengths: Tensor) -> Tensor:
-    """The noise of the tokens after all places, int32 [B, N, 2]."""
-    return noise_keys(sampling.seeds[:, None], lengths[:, None] + tree.ancestors().sum(-1) - 1)
+def _keys(inputs: VerifyInput | PaddedVerifyInput, options: SamplingBatch, index: RaggedIndex) -> Tensor:
+    """The noise of the tokens after all nodes, int32 [T, 2]."""
+    positions = inputs.lengths[:, None] + inputs.tree.ancestors().sum(-1) - 1
+    return _of_nodes(noise_keys(options.seeds[:, None], positions), index)
 
 
-def _places(tree: DraftTree, count: int) -> Tensor:
-    """int64 [B, N]: places of the trees' nodes among `count` in order; any one where there is no node."""
-    starts = tree.num_nodes.cumsum(0) - tree.num_nodes
-    nodes = torch.arange(tree.tokens.shape[1], device=starts.device)
-    return (starts[:, None] + nodes).clamp(max=count - 1)
+def _of_nodes(values: Tensor, index: RaggedIndex) -> Tensor:
+    """[T, ...] of `values` [B, N, ...]; any of them for padding."""
+    return values[index.rows, index.offsets.clamp(max=values.shape[1] - 1)]
 
 
 def accept(tree: DraftTree, ancestors: Tensor, chosen: Tensor, is_finite: Tensor) -> VerifyOutput:
@@ -321,37 +302,47 @@ class TorchTable:
         for part, values in zip(step[2:], (tree.tokens, tree.parents), strict=True):
             part[:count, :width].copy_(values)
 
-    def tree_input(self, slots: Tensor, tree: DraftTree, padding_kv_slot: int, kept: Tensor) -> TreeInput:
-        """The input of the target. `kept` int64 [B, 1 + N], contiguous, becomes known tokens and KV slots of nodes."""
+    def tree_input(self, slots: Tensor, tree: DraftTree, padding_kv_slot: int, kept: Tensor, total: int) -> TreeInput:
+        """The input of the target, of `total` tokens, which the trees have at most, and B * N at least.
+
+        `kept` int64 [B, 2 + N], contiguous, becomes known tokens, the places of the roots, and the KV slots of nodes.
+        """
         width = tree.tokens.shape[1]
         nodes = torch.arange(width, device=slots.device)
         lengths = self.num_tokens.index_select(0, slots).long()
         places = (lengths[:, None] - 1 + nodes).clamp(min=0)
-        rows = slots.repeat_interleave(width)
-        kv_slots = self.kv_slots_at(rows, places.flatten()).view_as(places)
-        kept.copy_(torch.cat((lengths[:, None], kv_slots), 1))
+        kv_slots = self.kv_slots_at(slots.repeat_interleave(width), places.flatten()).view_as(places)
+        kept.copy_(torch.cat((lengths[:, None], tree.starts()[:, None], kv_slots), 1))
         is_node, sees = nodes < tree.num_nodes[:, None], tree.ancestors()
-        positions = torch.where(is_node, lengths[:, None] + sees.sum(-1) - 2, 0)
+        index = RaggedIndex.of(tree.num_nodes, total)
+        is_token = index.offsets < tree.num_nodes.index_select(0, index.rows)
+
+        def flat(values: Tensor, padding: int = 0) -> Tensor:
+            return _of_nodes(values.expand_as(places), index).where(is_token, padding)
+
+        paths, path_lengths = pack_paths(sees, kv_slots.where(is_node, 0))
         batch = PaddedBatch(
-            (lengths - 1).clamp(min=0).repeat_interleave(width),
-            rows,
+            flat((lengths - 1).clamp(min=0)[:, None]),
+            flat(slots[:, None]),
             self.all_kv_slots,
-            *pack_paths(sees, kv_slots.where(is_node, 0)),
-            kv_slots.where(is_node, padding_kv_slot).flatten(),
+            _of_nodes(paths.view(*places.shape, -1), index).where(is_token[:, None], 0),
+            flat(path_lengths.view_as(places), 1),
+            flat(kv_slots, padding_kv_slot),
             width,
+            tree.num_nodes,
         )
-        return TreeInput(tree.tokens.where(is_node, 0).flatten(), positions.flatten(), batch)
+        return TreeInput(flat(tree.tokens), flat(lengths[:, None] + sees.sum(-1) - 2), batch)
 
     def padded_extend(
         self,
         slots: Tensor,
         num_kept: Tensor,
-        nodes: Tensor,
+        states: Tensor,
         width: int,
         padding_kv_slot: int,
     ) -> ExtendInput:
         """The input of a draft head, at most `width` tokens for each request; arguments as in PaddedRows."""
-        num_rows, num_nodes = nodes.shape
+        num_rows = len(states)
         ends = (self.num_tokens.index_select(0, slots).long() - 1).clamp(min=0)
         depth = torch.arange(width, device=slots.device)
         is_token = depth < num_kept[:, None]
@@ -373,7 +364,7 @@ class TorchTable:
             self.tokens_at(rows, positions + 1),
             positions,
             batch,
-            (row[:, None] * num_nodes + nodes[:, :width]).flatten(),
+            states[:, :width].flatten(),
             row * width + (num_kept - 1).clamp(min=0),
             ends,
             self.tokens_at(slots, ends),

@@ -60,7 +60,7 @@ class TreeGrower:
         assert kv.nodes is not None
         self.fused = FusedDrafts(model.network, kv, kv.nodes)
         sizes = model.vocab_size, model.draft_token_ids, model.vocab_head
-        self._vocabulary = DraftVocabulary(*sizes, len(kv.nodes), device)
+        self._vocabulary = DraftVocabulary(*sizes, device)
         self._steps = torch.arange(kv.shape.num_steps, device=device) * (not stays_in_place)
         self._all_ancestors = torch.ones(1, 1, kv.shape.num_steps, dtype=torch.bool, device=device)  # in a chain
 

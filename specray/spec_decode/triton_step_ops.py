@@ -2,12 +2,10 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from specray.ops.gpu import steps
 from specray.ops.gpu.sampling import Rows, choose, keys_of_nodes, walk_chosen
-from specray.ops.sampling_state import SamplingBatch
 from specray.ops.step_tensors import Choices, RequestBuffer
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.node_sampler import NodeSampler
@@ -40,30 +38,17 @@ class TritonStepOps(TorchStepOps):
     def verify(self, inputs: VerifyInput) -> VerifyOutput:
         return self.accept(inputs.tree, self.choose(inputs))
 
-    def choose(self, inputs: VerifyInput, first_id: int = 0) -> Choices:
-        tree, sampling, keys = inputs.tree, inputs.sampling, None
-        num_nodes = tree.num_nodes.contiguous()
-        rows = Rows(inputs.logits.contiguous(), num_nodes.cumsum(0) - num_nodes, num_nodes, tree.tokens.shape[1])
-        if not any(state.is_sampled for state in sampling.states):
-            return choose(rows, None, None, first_id)
-        keys = keys_of_nodes(sampling.seeds, inputs.lengths, tree.parents, tree.max_depth)
-        return choose(rows, sampling, keys, first_id)
-
-    def choose_padded(
-        self, logits: Tensor, tree: DraftTree, sampling: SamplingBatch | None, lengths: Tensor, first_id: int = 0
-    ) -> Choices:
-        num_trees, width = tree.tokens.shape
-        starts = torch.arange(0, num_trees * width, width, device=logits.device)
-        rows, keys = Rows(logits, starts, tree.num_nodes.contiguous(), width), None
-        if sampling is not None:
-            keys = keys_of_nodes(sampling.seeds, lengths, tree.parents, tree.max_depth)
-        return choose(rows, sampling, keys, first_id)
+    def choose(self, inputs: VerifyInput | PaddedVerifyInput, first_id: int = 0) -> Choices:
+        tree, options, logits = inputs.tree, inputs.drawn, inputs.logits.contiguous()
+        if options is None:
+            return choose(Rows(logits), None, None, first_id)
+        of_trees = (tree.num_nodes, tree.parents, tree.max_depth)
+        keys, trees = keys_of_nodes(options.seeds, inputs.lengths, *of_trees, len(logits))
+        return choose(Rows(logits, trees), options, keys, first_id)
 
     def verify_padded(self, inputs: PaddedVerifyInput, sampler: NodeSampler) -> VerifyOutput:
-        tree = inputs.tree
-        choices = self.choose_padded(inputs.logits, tree, inputs.drawn, inputs.lengths)
-        chosen = at_nodes(sampler, choices.tokens.view(tree.tokens.shape), inputs)
-        return self.accept(tree, choices._replace(tokens=chosen.flatten()))
+        choices = self.choose(inputs)
+        return self.accept(inputs.tree, choices._replace(tokens=at_nodes(sampler, choices.tokens, inputs)))
 
     def accept(self, tree: DraftTree, choices: Choices) -> VerifyOutput:
         return VerifyOutput(walk_chosen(choices, tree.tokens, tree.parents, tree.num_nodes, tree.max_depth))
@@ -78,21 +63,19 @@ class TritonTable(TorchTable):
     def load_step(self, step: Sequence[Tensor], slots: Tensor, tree: DraftTree) -> None:
         steps.load(step, slots, tree.num_nodes, (tree.tokens, tree.parents), self.padding_slot)
 
-    def tree_input(self, slots: Tensor, tree: DraftTree, padding_kv_slot: int, kept: Tensor) -> TreeInput:
-        trees = (tree.tokens, tree.parents)
-        return TreeInput(
-            *steps.tree_input(self.buffer, slots, tree.num_nodes, trees, self.all_kv_slots, padding_kv_slot, kept)
-        )
+    def tree_input(self, slots: Tensor, tree: DraftTree, padding_kv_slot: int, kept: Tensor, total: int) -> TreeInput:
+        trees, kv = (tree.tokens, tree.parents), (self.all_kv_slots, padding_kv_slot)
+        return TreeInput(*steps.tree_input(self.buffer, slots, tree.num_nodes, trees, *kv, kept, total))
 
     def padded_extend(
         self,
         slots: Tensor,
         num_kept: Tensor,
-        nodes: Tensor,
+        states: Tensor,
         width: int,
         padding_kv_slot: int,
     ) -> ExtendInput:
-        parts = (slots, num_kept, nodes, width, self.all_kv_slots, padding_kv_slot)
+        parts = (slots, num_kept, states, width, self.all_kv_slots, padding_kv_slot)
         return ExtendInput(*steps.extend_input(self.buffer, *parts))
 
     def commit(self, slots: Tensor, outcome: Tensor, report: Tensor) -> None:

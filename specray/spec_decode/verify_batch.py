@@ -58,6 +58,11 @@ class VerifyInput(NamedTuple):
     lengths: Tensor  # int64 [B], known tokens, the root included: the positions of the first tokens to sample
     unmasked: Tensor | None = None  # the logits before a grammar's mask, for logprobs; None: there is no mask
 
+    @property
+    def drawn(self) -> SamplingBatch | None:
+        """The sampling options; None if all requests are greedy."""
+        return self.sampling if any(state.is_sampled for state in self.sampling.states) else None
+
     def starts(self) -> np.ndarray:
         """int64 [B]: place of each root in `logits`."""
         counts = np.array(self.num_nodes, dtype=np.int64)
@@ -83,9 +88,9 @@ class VerifyInput(NamedTuple):
 
 
 class PaddedVerifyInput(NamedTuple):
-    """B trees of N places each and the target's logits at all places, for CUDA graphs: the host reads nothing."""
+    """B trees and the target's logits at their nodes, for CUDA graphs: the host reads nothing."""
 
-    logits: Tensor  # [B * N, V] of any type of floats
+    logits: Tensor  # [T, V] of any type of floats, requests and nodes in order, then padding
     tree: DraftTree
     sampling: SamplingBatch | None  # None: all requests are greedy, and the sampler is `coupled`
     lengths: Tensor  # int64 [B], known tokens

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
+from itertools import product
 
 import torch
 
@@ -18,7 +19,7 @@ from specray.spec_decode.node_sampler import NodeSampler
 from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.tree_edits import limited
 from specray.step import BucketSeconds, DraftLimit
-from specray.worker.buckets import Bucket, buckets, smallest_bucket
+from specray.worker.buckets import Bucket, buckets, draft_buckets, node_buckets, smallest_bucket
 from specray.worker.draft_context import early_requests
 from specray.worker.input_batch import StepBatch
 from specray.worker.model_runner import ForwardOutput, ModelRunner
@@ -57,6 +58,7 @@ class DecodeGraphs:
         self.were_drafts_taken = False
         self._max_nodes, self._layers = 0, tuple[int, ...]()  # that graphs were captured for
         self._buckets: list[Bucket] = []
+        self._draft_buckets: list[Bucket] = []
 
     @property
     def waits_on_device(self) -> bool:
@@ -80,23 +82,25 @@ class DecodeGraphs:
         Several ranks must call it together.
         """
         self._step.clear()
-        return [
-            BucketSeconds(
-                *bucket,
-                self._seconds([("forward", bucket), ("verify", bucket, False, False)], wait),
-                self._seconds([("draft", bucket, False)], wait),
-            )
+        times = {
+            bucket: self._seconds([("forward", bucket), ("verify", bucket, False, False)], wait)
             for bucket in self._buckets
-        ]
+        }
+        plain = [bucket for bucket in self._buckets if bucket.nodes == 1]
+        found = []
+        for bucket in [*self._draft_buckets, *plain]:  # steps of equal trees
+            taken = smallest_bucket(self._buckets, bucket.rows, bucket.nodes, bucket.tokens)
+            assert taken is not None
+            drafting = self._seconds([("draft", bucket, False)], wait)
+            found.append(BucketSeconds(bucket.rows, bucket.nodes, times[taken], drafting))
+        return found
 
-    def bucket(self, batch: StepBatch, draft_limits: Sequence[DraftLimit]) -> Bucket | None:
-        """The smallest bucket for a step and, if there is one, for the drafts of each tree after it; None: no graph."""
-        num_drafts = max((limit.num_tokens for limit in draft_limits), default=0)
+    def bucket(self, batch: StepBatch) -> Bucket | None:
+        """The smallest bucket for a step; None: no graph."""
         if not batch.only_decodes:
             return None
         self.fit_drafter()
-        drafted = 0 if self._drafter is None else min(1 + num_drafts, self._max_nodes)
-        return smallest_bucket(self._buckets, len(batch.num_nodes), max(batch.num_nodes), drafted)
+        return smallest_bucket(self._buckets, len(batch.num_nodes), max(batch.num_nodes), sum(batch.num_nodes))
 
     def forward(self, batch: StepBatch, bucket: Bucket, returns_logits: bool) -> ForwardOutput:
         """The target over a step's trees."""
@@ -104,9 +108,9 @@ class DecodeGraphs:
         self._graphs.replay(("forward", bucket))
         return ForwardOutput(
             None,
-            self._step.logits(bucket, batch.num_nodes) if returns_logits else None,
+            self._step.logits(sum(batch.num_nodes)) if returns_logits else None,
             self._step.aux_hidden_states(bucket) if self._drafts.aux_hidden_state_layers else [],
-            list(range(0, len(batch.num_nodes) * bucket.nodes, bucket.nodes)),
+            batch.roots,
         )
 
     def verify(
@@ -119,38 +123,53 @@ class DecodeGraphs:
         """
         is_filtered = self._step.is_sharded and _is_filtered(batch)
         self._graphs.replay(("verify", bucket, _is_sampled(batch), is_filtered))
-        outcome = self._step.outcome(bucket, len(batch.num_nodes))
+        outcome = self._step.outcome(len(batch.num_nodes))
         goes_on = self._may_go_on and draft_limits and not _has_predictions(batch)
-        drafts = self._draft_early(batch, bucket, draft_limits) if goes_on else None
+        drafts = self._draft_early(batch, draft_limits) if goes_on else None
         self.were_drafts_taken = False
         return outcome, drafts
 
-    def _draft_early(self, batch: StepBatch, bucket: Bucket, draft_limits: Sequence[DraftLimit]) -> DraftTree | None:
+    def _draft_early(self, batch: StepBatch, draft_limits: Sequence[DraftLimit]) -> DraftTree | None:
         """Go on with the trees after this step, if those before were taken; nobody has to take them."""
-        count = len(batch.num_nodes)
+        count, whole = len(batch.num_nodes), 1 + self._drafts.max_draft_tokens
         if self.waits_on_device:
             # The host will not know how many nodes of whole trees these are.
-            if smallest_bucket(self._buckets, count, 1 + self._drafts.max_draft_tokens, 0) is None:
+            if smallest_bucket(self._buckets, count, whole, count * whole) is None:
                 return None
-            gather = partial(self._step.kept_states, bucket, count) if self._drafts.aux_hidden_state_layers else None
-            requests = early_requests(batch.rows.states, draft_limits)
-            return self._drafts.draft_early(EarlyStep(requests, self._step.device_outcome(bucket, count), gather))
-        if not self.were_drafts_taken or (draft := _draft_key(batch, bucket)) not in self._graphs:
+            width = next(size for size in node_buckets(self._max_nodes) if size >= max(batch.num_nodes))
+            outcome = self._step.device_outcome(count, width)
+            gather = partial(self._step.kept_states, count, width) if self._drafts.aux_hidden_state_layers else None
+            return self._drafts.draft_early(EarlyStep(early_requests(batch.rows.states, draft_limits), outcome, gather))
+        if not self.were_drafts_taken or (bucket := self._draft_bucket(batch, draft_limits)) is None:
             return None
-        self._graphs.replay(draft)
-        return limited(self._step.drafts(bucket, count), draft_limits)
+        return limited(self._drafted(batch, bucket), draft_limits)
 
-    def draft(self, batch: StepBatch, bucket: Bucket, drafts: DraftTree | None) -> Callable[[], DraftTree] | None:
+    def draft(
+        self, batch: StepBatch, draft_limits: Sequence[DraftLimit], drafts: DraftTree | None
+    ) -> Callable[[], DraftTree] | None:
         """What drafts for the next step after `verify`, which returned `drafts`; None if no graph does."""
-        if drafts is None and (_draft_key(batch, bucket) not in self._graphs or _has_predictions(batch)):
+        bucket = self._draft_bucket(batch, draft_limits)
+        if drafts is None and (bucket is None or _has_predictions(batch)):
             return None
         return lambda: self._take_drafts(batch, bucket, drafts)
 
-    def _take_drafts(self, batch: StepBatch, bucket: Bucket, drafts: DraftTree | None) -> DraftTree:
+    def _take_drafts(self, batch: StepBatch, bucket: Bucket | None, drafts: DraftTree | None) -> DraftTree:
         self.were_drafts_taken = True
         if drafts is not None:
             return drafts
-        self._graphs.replay(_draft_key(batch, bucket))
+        assert bucket is not None
+        return self._drafted(batch, bucket)
+
+    def _draft_bucket(self, batch: StepBatch, draft_limits: Sequence[DraftLimit]) -> Bucket | None:
+        """That of the graph which drafts after a step; None: no graph does, or some requests get no drafts."""
+        if self._drafter is None or not draft_limits:
+            return None
+        drafted = min(1 + max(limit.num_tokens for limit in draft_limits), self._max_nodes)
+        sizes = len(batch.num_nodes), max(batch.num_nodes)
+        return smallest_bucket(self._draft_buckets, *sizes, drafted=drafted)
+
+    def _drafted(self, batch: StepBatch, bucket: Bucket) -> DraftTree:
+        self._graphs.replay(("draft", bucket, _is_sampled(batch)))
         return self._step.drafts(bucket, len(batch.num_nodes))
 
     def _seconds(self, keys: Sequence[Hashable], wait: Callable[[], object]) -> float:
@@ -171,30 +190,26 @@ class DecodeGraphs:
         if self._buckets:  # those of another drafter; several drafters in this process have graphs too
             self._graphs.clear()
         self._buckets = buckets(self._max_rows, self._max_nodes)
+        self._draft_buckets = draft_buckets(self._max_rows, self._max_nodes)
         logger.info("capturing CUDA graphs of %d buckets, up to %s", len(self._buckets), self._buckets[0])
         self._step = PaddedStep(self._runner, self._table, self._buckets, self._layers, self._sampler)
+        self._step.clear()  # a run before the capture then changes no request
         for bucket in self._buckets:
             self._capture(bucket)
+        if self._drafter is not None:
+            for bucket, is_sampled in product(self._draft_buckets, (False, True)):
+                draft = partial(self._step.draft, bucket, self._drafter, is_sampled)
+                self._graphs.capture(("draft", bucket, is_sampled), draft)
         logger.info("captured CUDA graphs in %.1f s", time.perf_counter() - start)
 
     def _capture(self, bucket: Bucket) -> None:
         step = self._step
-        step.clear()  # a run before the capture then changes no request
         self._graphs.capture(("forward", bucket), lambda: step.forward(bucket))
         kinds = [(False, False), (True, False)]  # of requests: some are sampled; some of these have filters
         if step.is_sharded:
             kinds.append((True, True))
         for kind in kinds:
             self._graphs.capture(("verify", bucket, *kind), partial(step.verify, bucket, *kind))
-        for is_sampled in (False, True):
-            if self._drafter is not None and bucket.nodes > 1:  # with one, something went wrong before
-                self._graphs.capture(
-                    ("draft", bucket, is_sampled), partial(step.draft, bucket, self._drafter, is_sampled)
-                )
-
-
-def _draft_key(batch: StepBatch, bucket: Bucket) -> Hashable:
-    return "draft", bucket, _is_sampled(batch)
 
 
 def _has_predictions(batch: StepBatch) -> bool:

@@ -50,7 +50,7 @@ class DraftGraphs:
         self._max_nodes = 1 + drafter.max_draft_tokens
         self._buckets = draft_buckets(max_rows, self._max_nodes)
         rows = max((bucket.rows for bucket in self._buckets), default=0)
-        tokens = max((bucket.num_tokens for bucket in self._buckets), default=0)
+        tokens = max((bucket.tokens for bucket in self._buckets), default=0)
         size = hidden_size * len(drafter.aux_hidden_state_layers)
         # Of each request: slot, committed tokens, place of the first one's state. Graphs keep what is loaded last.
         self._rows = torch.zeros(3, rows, dtype=torch.int64, device=table.device)
@@ -86,7 +86,7 @@ class DraftGraphs:
         """
         slots, count = [request.slot for request in requests], len(requests)
         most = max(request.draft_limit.num_tokens for request in requests)
-        bucket = smallest_bucket(self._buckets, count, num_nodes, min(1 + most, self._max_nodes))
+        bucket = smallest_bucket(self._buckets, count, num_nodes, drafted=min(1 + most, self._max_nodes))
         assert bucket is not None, "see `early_nodes`"
         self._load(bucket.rows, slots, [0] * count, range(0, count * num_nodes, num_nodes))
         outcome, states = read()
@@ -104,7 +104,8 @@ class DraftGraphs:
         if longest > 1 + self._drafts.max_depth:  # a deeper tree of another drafter was accepted
             return None
         most = max(limit.num_tokens for limit in context.draft_limits)
-        bucket = smallest_bucket(self._buckets, len(context.requests), longest, min(1 + most, self._max_nodes))
+        drafted = min(1 + most, self._max_nodes)
+        bucket = smallest_bucket(self._buckets, len(context.requests), longest, drafted=drafted)
         return None if bucket is None else partial(self._replay, context, bucket)
 
     def _replay(self, context: ProposeContext, bucket: Bucket) -> DraftTree:
@@ -143,10 +144,8 @@ class DraftGraphs:
 
     def _draft(self, bucket: Bucket, is_sampled: bool) -> None:
         slots, counts, firsts = self._rows[:, : bucket.rows]
-        row, depth = (torch.arange(size, device=slots.device) for size in bucket)
-        nodes = (firsts - row * bucket.nodes)[:, None] + depth  # places in each row's part of the states
-        states = self._states[: bucket.num_tokens]
-        padded = PaddedRows(self.table, slots, counts, nodes, states, is_sampled, num_drafts=bucket.nodes - 1)
+        places = firsts[:, None] + torch.arange(bucket.nodes, device=slots.device)
+        padded = PaddedRows(self.table, slots, counts, places, self._states, is_sampled, num_drafts=bucket.nodes - 1)
         self._drafts.put(self._recorded.draft(padded))
 
 

@@ -15,7 +15,7 @@ from specray.step import BucketSeconds, DraftLimit
 from specray.worker.buckets import Bucket
 from specray.worker.decode_graphs import DecodeGraphs
 from specray.worker.input_batch import StepBatch
-from specray.worker.model_runner import ModelRunner
+from specray.worker.model_runner import ForwardOutput, ModelRunner
 from specray.worker.padded_step import CopiedOutcome
 from specray.worker.step_backend import Pass, StepOutcome, StepWants
 from specray.worker.torch_backend import TorchBackend
@@ -23,7 +23,7 @@ from specray.worker.torch_backend import TorchBackend
 
 @dataclass(slots=True)
 class GraphPass(Pass):
-    bucket: Bucket
+    draft_limits: Sequence[DraftLimit]  # see StepWants
     outcome: CopiedOutcome | None  # None: a graph computed the logits, and they are verified without one
 
 
@@ -66,19 +66,18 @@ class GraphBackend:
         # Only graphs bring states behind drafts that other graphs computed.
         bucket = None
         if verifies or self.runner.states is None:
-            bucket = self._graphs.bucket(batch, wants.draft_limits)
+            bucket = self._graphs.bucket(batch)
         if bucket is None and batch.wait_for_sizes is not None:
             batch = batch.with_sizes()
-            bucket = self._graphs.bucket(batch, wants.draft_limits)
+            bucket = self._graphs.bucket(batch)
         if bucket is None:
             self._graphs.were_drafts_taken = False
             return self._eager.begin(batch, wants)
         computed = self._graphs.forward(batch, bucket, returns_logits=not verifies)
         if not verifies:
             self._graphs.were_drafts_taken = False
-            return GraphPass(batch, computed, bucket, None)
-        outcome, drafts = self._graphs.verify(batch, bucket, wants.draft_limits)
-        return GraphPass(batch, computed, bucket, outcome, drafts=drafts)
+            return GraphPass(batch, computed, wants.draft_limits, None)
+        return self._verify(batch, computed, bucket, wants.draft_limits)
 
     def can_begin_after(self, before: Pass) -> bool:
         if not isinstance(before, GraphPass) or before.outcome is None:
@@ -97,11 +96,16 @@ class GraphBackend:
                 tree=drafted.tree, num_nodes=drafted.most_nodes, wait_for_sizes=drafted.wait_for_sizes
             )
             self._graphs.were_drafts_taken = True
-        bucket = self._graphs.bucket(batch, draft_limits)
+        bucket = self._graphs.bucket(batch)
         assert bucket is not None, "see `DecodeGraphs.verify`"
         computed = self._graphs.forward(batch, bucket, returns_logits=False)
+        return self._verify(batch, computed, bucket, draft_limits)
+
+    def _verify(
+        self, batch: StepBatch, computed: ForwardOutput, bucket: Bucket, draft_limits: Sequence[DraftLimit]
+    ) -> GraphPass:
         outcome, drafts = self._graphs.verify(batch, bucket, draft_limits)
-        return GraphPass(batch, computed, bucket, outcome, drafts=drafts)
+        return GraphPass(batch, computed, draft_limits, outcome, drafts=drafts)
 
     def has_ended(self, started: Pass) -> bool:
         return not isinstance(started, GraphPass) or started.outcome is None or started.outcome.is_there
@@ -115,6 +119,7 @@ class GraphBackend:
         batch = started.batch.with_sizes()
         output = started.outcome.output()
         end = time.perf_counter()
+        computed = started.computed._replace(roots=batch.roots)  # of the trees as they were
         return StepOutcome(
-            batch, output, started.computed, end, self._graphs.draft(batch, started.bucket, started.drafts)
+            batch, output, computed, end, self._graphs.draft(batch, started.draft_limits, started.drafts)
         )

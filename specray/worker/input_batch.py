@@ -90,6 +90,11 @@ class StepBatch(NamedTuple):
         return self.rows.are_all_sampling and max(self.rows.num_known) == 1
 
     @property
+    def roots(self) -> list[int]:
+        """Places of the roots among the nodes of all trees, tree by tree."""
+        return [0, *accumulate(self.num_nodes[:-1])]
+
+    @property
     def state_copies(self) -> list[StateCopies]:
         """Of each request, see StateCopies."""
         pairs = zip(self.rows.states, self.rows.state_copies, strict=True)

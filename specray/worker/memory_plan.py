@@ -279,7 +279,7 @@ def _steps(config: EngineConfig, shape: ModelShape, width: int, dtype: torch.dty
     if config.disable_cuda_graph:
         return step.num_bytes
     captured = buckets(_graph_rows(config), nodes)
-    most = max(bucket.num_tokens for bucket in captured)
+    most = max(bucket.tokens for bucket in captured)
     return step.num_bytes + graph_bytes(len(captured), step._replace(num_tokens=most, num_sampled=most))
 
 
@@ -290,26 +290,24 @@ def _draft_inputs(config: EngineConfig, shape: ModelShape, dtype: torch.dtype) -
 
 
 def _drafts(config: EngineConfig, shape: ModelShape, width: int, dtype: torch.dtype, is_inline: bool) -> int:
-    """Bytes of the activations of drafters with steps of their own: in their own process, or several.
+    """Bytes of the graphs and activations of drafters.
 
     Their layers are at most as wide as the target's. They share activations, and inline those of the target.
     """
     members = [drafter for drafter in config.speculative.members.values() if _has_draft_model(drafter)]
-    if not members or (is_inline and not config.speculative.drafters):
+    if not members:
         return 0
     nodes, rows = _most_nodes(config), config.max_running_requests
+    captured = [] if config.disable_cuda_graph else draft_buckets(_graph_rows(config), nodes)
+    total = 2 * len(captured) * len(members) * _GRAPH_BYTES
+    if is_inline:
+        return total
     siblings = max(max(each.eagle_topk or _MANY_NODES, each.num_steps or _MANY_NODES) for each in members)
     tokens = config.max_prefill_tokens + rows * nodes
     step = StepSize(tokens, rows * siblings, width, shape.vocab_size, dtype.itemsize)
-    total = 0 if is_inline else step.num_bytes
-    if not config.disable_cuda_graph:
-        captured = draft_buckets(_graph_rows(config), nodes)
-        beside = [] if is_inline else captured
-        most_tokens = max((bucket.num_tokens for bucket in beside), default=0)
-        most_rows = max((bucket.rows for bucket in beside), default=0)
-        largest = step._replace(num_tokens=most_tokens, num_sampled=most_rows * siblings)
-        total += graph_bytes(2 * len(captured) * len(members), largest)
-    return total
+    most_tokens = max((bucket.tokens for bucket in captured), default=0)
+    most_rows = max((bucket.rows for bucket in captured), default=0)
+    return total + step.num_bytes + step._replace(num_tokens=most_tokens, num_sampled=most_rows * siblings).num_bytes
 
 
 def _most_nodes(config: EngineConfig) -> int:

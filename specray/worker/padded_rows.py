@@ -27,7 +27,7 @@ from specray.spec_decode.tree_shape import TreeShape
 
 
 class PaddedRows:
-    """DraftRows of R rows of which each committed up to N tokens; rows behind the requests are padding.
+    """DraftRows of R rows, of which each committed up to N tokens; rows behind the requests are padding.
 
     The drafter's KV of all tokens before those is written.
     """
@@ -37,19 +37,19 @@ class PaddedRows:
         table: RequestTable,
         slots: Tensor,
         num_kept: Tensor,
-        nodes: Tensor,
+        places: Tensor,
         states: Tensor,
         is_sampled: bool,
         num_drafts: int,
     ) -> None:
         """`slots` int64 [R] are those of the table: an empty request for padding.
 
-        `num_kept` int64 [R] are the committed tokens, 0 for padding. Row r's hidden states of the target are at
-        r * N + `nodes[r]` (int64 [R, N], also negative) in `states` [R * N, any]; entries past `num_kept` may be any
-        valid place. Unless `is_sampled`, all requests are greedy. Trees have at most `num_drafts` drafts.
+        `num_kept` int64 [R] are the committed tokens, 0 for padding. Their hidden states of the target are at
+        `places` int64 [R, N] in `states` [any, any]; entries past `num_kept` may be any valid place. Unless
+        `is_sampled`, all requests are greedy. Trees have at most `num_drafts` drafts.
         """
         self.slots, self.count = slots, len(slots)
-        self._table, self._num_kept, self._nodes, self._states = table, num_kept, nodes, states
+        self._table, self._num_kept, self._places, self._states = table, num_kept, places, states
         self._is_sampled, self._num_drafts = is_sampled, num_drafts
         self._read: ExtendInput | None = None  # by the first layer
         self._extra: Tensor | None = None  # int64 [R, m], KV slots behind the prefix
@@ -135,8 +135,8 @@ class PaddedRows:
     def _committed(self, kv: DraftKV) -> ExtendInput:
         """What each row committed, read by all layers."""
         if self._read is None:
-            width = min(self._nodes.shape[1], kv.shape.num_steps + 1)  # the longest path of a tree
-            ops, rows = self._table.ops, (self.slots, self._num_kept, self._nodes)
+            width = min(self._places.shape[1], kv.shape.num_steps + 1)  # the longest path of a tree
+            ops, rows = self._table.ops, (self.slots, self._num_kept, self._places)
             assert isinstance(ops, TorchTable), "the CPU kernels have no graphs"
             self._read = ops.padded_extend(*rows, width, kv.padding_slot)
         return self._read
@@ -178,7 +178,7 @@ class PaddedRows:
         """The committed tokens of each row, and its root behind them."""
         assert kv.extra is not None
         table, count, num_kept, ends = self._table, self.count, self._num_kept, self.ends
-        width = min(self._nodes.shape[1], kv.shape.num_steps + 1) + 1  # a path, and the root of the next tree
+        width = min(self._places.shape[1], kv.shape.num_steps + 1) + 1  # a path, and the root of the next tree
         depth, starts = torch.arange(width, device=ends.device), ends - num_kept
         is_root, is_read = depth == num_kept[:, None], depth <= num_kept[:, None]
         positions = (starts[:, None] + depth).where(is_read, 0)

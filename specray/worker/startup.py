@@ -233,4 +233,4 @@ def compiled_sizes(config: EngineConfig, max_draft_tokens: int) -> list[int]:
     nodes = 1 + max_draft_tokens
     if config.speculative.algorithm is not None and max_draft_tokens == 0:
         nodes = config.speculative.num_nodes or NODES_OF_UNKNOWN_TREES
-    return sorted({bucket.num_tokens for bucket in buckets(rows, nodes)})
+    return sorted({bucket.tokens for bucket in buckets(rows, nodes)})

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from specray.ops.attention import Attend, make_zeros
 from specray.ops.states import PaddedStateRows, StatefulAttend, StateOperation, StatePass, StateRows, StateShape
-from specray.ops.step_tensors import nodes_of, num_kept
+from specray.ops.step_tensors import RaggedIndex, nodes_of, num_kept
 from specray.spec_decode.draft_tree import DraftTree
 from specray.step import NewRequest
-from specray.worker.buckets import Bucket
 from specray.worker.input_batch import StepBatch
 
 
@@ -59,18 +58,19 @@ class StatePool:
 
 
 class PaddedStates:
-    """The states of decode steps in buckets up to `largest`, see PaddedStep.
+    """The states of decode steps of up to `max_tokens` nodes in all, see PaddedStep.
 
     Between `attending` and `commit` it keeps what the operations read of the step's nodes.
     """
 
-    def __init__(self, states: StatePool, largest: Bucket, max_tokens: int, dtype: torch.dtype) -> None:
+    def __init__(self, states: StatePool, max_rows: int, max_nodes: int, max_tokens: int, dtype: torch.dtype) -> None:
         device = states.pools[0].device
         self._pools = states.pools
         self._inputs = [
-            torch.zeros(max_tokens, shape.num_inputs, dtype=dtype, device=device) for shape in states.shapes
+            torch.zeros(max_tokens + 1, shape.num_inputs, dtype=dtype, device=device)  # padding begins behind all nodes
+            for shape in states.shapes
         ]
-        self._copies = torch.full(largest, -1, dtype=torch.int64, device=device)
+        self._copies = torch.full((max_rows, max_nodes), -1, dtype=torch.int64, device=device)
         self._has_copies = False
         self._operations: list[tuple[StateOperation, list[int]]] = []  # of the pools, and the widths of their inputs
 
@@ -87,14 +87,19 @@ class PaddedStates:
                     packed[place, count - 1] = row
         self._copies.copy_(packed)
 
-    def attending(self, attend: Attend, slots: Tensor, is_request: Tensor, lengths: Tensor, tree: DraftTree) -> Attend:
+    def attending(
+        self, attend: Attend, slots: Tensor, is_request: Tensor, lengths: Tensor, tree: DraftTree, total: int
+    ) -> Attend:
         """`attend` with the states of a pass over trees of R requests, whose known tokens are `lengths` int64 [R].
 
-        `slots` are those of the pools; rows without `is_request` are padding.
+        The trees' nodes are `total` at most. `slots` are those of the pools; rows without `is_request` are padding.
         """
         count, width = tree.tokens.shape
         sees = tree.ancestors() if width > 1 else None
-        rows = PaddedStateRows(slots, is_request.long(), lengths <= 1, tree.parents, self._copies[:count, :width], sees)
+        places, index = tree.places(total), RaggedIndex.of(tree.num_nodes, total)
+        nodes = index.rows * width + index.offsets.clamp(max=width - 1)
+        copies, is_fresh = self._copies[:count, :width], lengths <= 1
+        rows = PaddedStateRows(slots, is_request.long(), is_fresh, tree.parents, copies, sees, (places, nodes))
         self._operations = []
         return StatefulAttend(attend, _PaddedPass(self, rows))
 
@@ -105,12 +110,15 @@ class PaddedStates:
         torch.cat(list(inputs), 1, out=self._inputs[place][: rows.total])
         return operation(inputs, self._pools[place], rows)
 
-    def commit(self, slots: Tensor, is_request: Tensor, outcome: Tensor, width: int) -> None:
-        """Bring the states behind the accepted drafts of trees with `width` places; `outcome` is that of StepOutput."""
+    def commit(self, slots: Tensor, is_request: Tensor, outcome: Tensor, starts: Tensor) -> None:
+        """Bring the states behind the accepted drafts of trees; `outcome` is that of StepOutput.
+
+        `starts` int64 [R] are the places of the trees' roots among the nodes of all.
+        """
         count = len(slots)
         num_accepted = torch.where(is_request, num_kept(outcome) - 1, 0).clamp(min=0)
-        nodes = nodes_of(outcome)[:, 1:].clamp(0, width - 1)
-        places = (torch.arange(count, device=slots.device)[:, None] * width + nodes).flatten()
+        nodes = nodes_of(outcome)[:, 1:]
+        places = (starts[:, None] + nodes).flatten()
         chain = torch.arange(-1, nodes.shape[1] - 1, device=slots.device).expand(count, -1)
         is_fresh = torch.zeros_like(is_request)
         rows = PaddedStateRows(slots, num_accepted, is_fresh, chain, self._copies[:count, 1 : 1 + nodes.shape[1]])

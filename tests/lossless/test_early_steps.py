@@ -503,8 +503,9 @@ def test_a_request_whose_logits_are_not_finite_leaves_the_others_their_drafter(
     def broken(graphs: DecodeGraphs, batch: StepBatch, bucket: buckets.Bucket, limits: Sequence[DraftLimit]) -> Any:
         breaks = not any(are_broken) and len(are_broken) > 8 and len(batch.num_nodes) == 2
         if breaks:
-            graphs._step._logits[: bucket.nodes] = math.nan
-            graphs._step._aux[: bucket.nodes] = math.nan
+            first = int(graphs._step._num_nodes[0])
+            graphs._step._logits[:first] = math.nan
+            graphs._step._aux[:first] = math.nan
         outcome, drafts = verify(graphs, batch, bucket, limits)
         are_broken.append(breaks and drafts is not None)
         return outcome, drafts

@@ -205,7 +205,7 @@ def test_a_drafter_of_another_process_runs_as_many_levels_as_limits_allow(
             require_equal([each.choices[0] for each in found], plain)
             wait_until(lambda: nodes in drafted())  # noqa: B023
         colocated.close()
-    few, many = (recorded.num_launches(("draft", Bucket(1, nodes), False, "")) for nodes in (4, 8))
+    few, many = (recorded.num_launches(("draft", Bucket(1, nodes, nodes), False, "")) for nodes in (4, 8))
     assert few < 0.6 * many
 
 
@@ -229,4 +229,4 @@ def test_limits_may_allow_larger_trees_than_there_is_a_bucket_for(
         found = llm.generate(prompts, params, draft_limits=[DraftLimit(7, 3)] * 3)
     require_equal([each.choices[0] for each in found], plain)
     drafted = {key[1] for key in graphs[-1].replayed if key[0] == "draft"}  # type: ignore[index]
-    assert Bucket(3, 4) in drafted
+    assert Bucket(3, 3 * 4, 4) in drafted

@@ -59,7 +59,7 @@ POINTERS = {
     "block_pairs": "*i32",
     **dict.fromkeys(("sinks", "temperature", "lowest", "top_p", "min_p"), "*fp32"),
     **dict.fromkeys(("mask", "keys", "best", "best_ids", "scores"), "*i32"),
-    **dict.fromkeys(("starts", "num_nodes", "seeds", "lengths", "parents", "drafts"), "*i64"),
+    **dict.fromkeys(("trees", "lens", "num_nodes", "seeds", "lengths", "parents", "drafts", "states"), "*i64"),
     **dict.fromkeys(("tokens", "path", "chosen", "top_k", "nodes", "counts"), "*i64"),
     "is_finite": "*i8",
     "quantised": "*fp8e4nv",
@@ -94,13 +94,14 @@ def cases() -> Iterator[Case]:
         blocks = {"KEYS": attention_kernels.KEYS, "CHUNK": attention_kernels.CHUNK}
         # Rows, whether programs share tiles, whether sizes are fixed, and how many nodes a tile has.
         tiles = [(16, True, True, 1), (16, True, False, 0), (32, False, False, 0), (32, True, True, 2)]
-        tiles.append((32, False, True, 2))
+        tiles += [(32, False, True, 2), (32, True, False, 2), (32, False, False, 2)]
         for (rows, splits, padded, paths), ways in product(tiles, WAYS if group == HEADS[0][0] else WAYS[:1]):
             heads = {"QUERIES": rows // group, "GROUP": group, "KV_HEADS": kv_heads, "ROWS": rows}
             heads |= {"SPLIT": splits, "PADDED": padded, "PATHS": paths}
             warps = num_warps(rows, torch.bfloat16)
             own_type = {"MANTISSA": 0, "CONVERTS": False}
             yield Case(attention_kernels.attend_tiles, shape | blocks | heads | ways | own_type, warps)
+        yield Case(attention_kernels.tile_rows, {"QUERIES": 32 // group}, num_warps=1)
         num_heads = group * kv_heads
         heads = {"HEADS": num_heads, "HEADS_PADDED": triton.next_power_of_2(num_heads)}
         yield Case(
@@ -190,15 +191,16 @@ def cases_of_verification() -> Iterator[Case]:
         yield Case(tree_kernels.walk_tree, {"NODES_PADDED": nodes, "DEPTHS_PADDED": depths}, num_warps=1)
     filters = {"PIVOTS": sampling.PIVOTS, "BLOCK": sampling.FILTER_BLOCK, "BLOCKS_PADDED": 32}
     for masks, logits in product((False, True), ("*bf16", "*fp32")):
-        has_mask, types = {"HAS_MASK": masks}, {"logits": logits}
+        has_mask, has_trees, types = {"HAS_MASK": masks}, {"HAS_TREES": masks}, {"logits": logits}
         for samples in (False, True):
             has_ids = masks ^ samples ^ (logits == "*fp32")  # so any three options occur in all combinations
             block = {"SAMPLES": samples, "FILTERS": not has_ids, "HAS_IDS": has_ids, "BLOCK": sampling.BLOCK}
-            yield Case(sampling_kernels.choose_in_blocks, has_mask | block, num_warps=8, types=types)
+            yield Case(sampling_kernels.choose_in_blocks, has_mask | has_trees | block, num_warps=8, types=types)
         for has_ids in (False, True):
             blocks = {"HAS_IDS": has_ids, "BLOCKS_PADDED": 32}
             yield Case(sampling_kernels.choose_among_blocks, has_mask | blocks, num_warps=1, types=types)
-        yield Case(sampling_kernels.find_lowest, has_mask | filters, num_warps=sampling.FILTER_WARPS, types=types)
+        filtered = has_mask | has_trees | filters
+        yield Case(sampling_kernels.find_lowest, filtered, num_warps=sampling.FILTER_WARPS, types=types)
     for has_ids, logits in product((False, True), ("*bf16", "*fp32")):
         noisy = {"HAS_IDS": has_ids, "BLOCK": sampling.BLOCK}
         yield Case(sampling_kernels.add_noise, noisy, num_warps=8, types={"out": "*fp32", "logits": logits})

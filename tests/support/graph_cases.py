@@ -15,9 +15,9 @@ from tests.support.methods import METHODS
 
 DRAFTS = ["EAGLE3", "EAGLE3-chain", "EAGLE-map", "MTP", "MTP-stack", "STANDALONE", "STANDALONE-tree", "PARALLEL"]
 NAMES = [None, *DRAFTS, "NGRAM", "SEVERAL"]
-# For each number of nodes of a tree: greedy and sampled requests, the last of which run by two and alone at the end.
-LIMITS = [UNLIMITED, DraftLimit(3, 9), DraftLimit(0, 0)]
+# Greedy and sampled requests with whole trees, unequal ones and none. The last ones run by two and alone at the end.
 LENGTHS = [4, 4, 6, 12, 20]
+LIMITS = [[UNLIMITED] * 5, [DraftLimit(5, 9)] * 3 + [DraftLimit(1, 9)] * 2, [DraftLimit(0, 0)] * 5]
 PARAMS = [
     [SamplingParams(temperature=heat, top_p=0.9, seed=i, max_tokens=m, ignore_eos=True) for i, m in enumerate(LENGTHS)]
     for heat in (0.0, 0.8)
@@ -46,8 +46,7 @@ def require_plain_output(
     with make_llm(target, max_running_requests=3, **options) as llm:
         if has_every_option:
             require_equal([each.choices[0] for each in llm.generate(PROMPTS, SAMPLED)], plain[0])
-        for limit in [UNLIMITED] if name is None else LIMITS:
+        for limits in LIMITS[:1] if name is None else LIMITS:
             for params, expected in zip(PARAMS, plain[1:], strict=True):
-                limits = [limit] * len(params)
                 seen = llm.generate(PROMPTS[: len(params)], params, draft_limits=limits)
                 require_equal([each.choices[0] for each in seen], expected)

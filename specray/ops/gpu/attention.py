@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from specray.ops.attention import AttentionBatch, PaddedBatch, as_bytes, is_float8, pack_paths, write_kv
-from specray.ops.gpu.attention_kernels import CHUNK, KEYS, attend_tiles, merge_chunks
+from specray.ops.gpu.attention_kernels import CHUNK, KEYS, attend_tiles, merge_chunks, tile_rows
 from specray.ops.gpu.launches import num_processors, of_float8, starts_early
 from specray.ops.gpu.layers import rotate_and_store
 from specray.ops.layer_attention import LayerAttention, complete_layers, layer_pools
@@ -65,8 +65,12 @@ class TritonAttention:
         slots, width, launches = (batch.kv_slots, batch.paths, batch.path_lengths), batch.row_width, {}
         for group in self._groups:
             of_tile = min(width, _most_queries(group))
-            num_tiles = len(batch.rows) // width * -(-width // _queries_of(_tile_rows(of_tile, group), group))
-            launches[group] = [_Launch(num_tiles, of_tile, min(of_tile, _ANY_NUMBER))]
+            size, num_paths = _queries_of(_tile_rows(of_tile, group), group), min(of_tile, _ANY_NUMBER)
+            launch = _Launch(len(batch.rows) // width * -(-width // size), of_tile, num_paths)
+            if batch.row_lens is not None:
+                tiles = _ragged_tiles(batch, batch.row_lens, size)
+                launch = launch._replace(num_tiles=len(tiles), tiles=tiles, num_full=-(-len(batch.rows) // size))
+            launches[group] = [launch]
         return TritonAttend(self, launches, slots, batch.slot_mapping, num_chunks, batch)
 
 
@@ -76,8 +80,9 @@ class _Launch(NamedTuple):
     num_tiles: int
     most_queries: int  # of a tile
     num_paths: int  # PATHS of the kernels
-    tiles: Tensor | None = None  # see `_tiles_of`; None: those of a PaddedBatch
+    tiles: Tensor | None = None  # see `_tiles_of`; None: those of a PaddedBatch of equal rows
     can_split: bool = True  # whether several programs may share a tile's chunks
+    num_full: int | None = None  # tiles that are not empty, at least; None: all
 
 
 class TritonAttend:
@@ -120,7 +125,7 @@ class TritonAttend:
         backend, how, pool = self._backend, self._backend.layers[layer], self._backend.pools[layer]
         heads, dim, group, window = how.num_heads, how.head_dim, _group(how), how.window or 0
         padded = max(16, triton.next_power_of_2(dim))  # the smallest tile of a tensor core
-        num_tiles, programs = launch.num_tiles, launch.num_tiles * how.num_kv_heads
+        num_tiles, programs = launch.num_tiles, (launch.num_full or launch.num_tiles) * how.num_kv_heads
         rows = _tile_rows(launch.most_queries, group)
         queries = _queries_of(rows, group)
         num_chunks = self._num_chunks  # that a query attends to at most
@@ -135,7 +140,7 @@ class TritonAttend:
             size = self._num_chunks, num_tiles * queries, heads
             mixed = torch.empty(*size, dim, dtype=torch.float32, device=q.device)
             sums = torch.empty(*size, 2, dtype=torch.float32, device=q.device)
-        batch = self._padded
+        batch = None if launch.tiles is not None else self._padded
         # What a kernel does not read is any tensor.
         tiles = self._kv_slots if launch.tiles is None else launch.tiles
         row_of, prefix_lens, width = tiles, tiles, 1
@@ -280,6 +285,18 @@ def _run(first: int, count: int, request: int, position: int, most: int) -> list
 
 def _rows(batch: AttentionBatch) -> Iterator[tuple[int, int, tuple[int, int]]]:
     return zip(batch.query_lens, batch.kv_lens, batch.tree_sizes, strict=True)
+
+
+def _ragged_tiles(batch: PaddedBatch, row_lens: Tensor, most: int) -> Tensor:
+    """Tiles of up to `most` queries of rows of any length; see `_tiles_of`. The last ones may be empty."""
+    num_rows, total = len(row_lens), len(batch.rows)
+    with_padding = num_rows + 1
+    count = min(total, with_padding + max(0, total - with_padding) // most)  # if each row has a query
+    tiles = torch.empty(count, 5, dtype=torch.int32, device=row_lens.device)
+    tile_rows[(with_padding,)](
+        tiles, row_lens, batch.rows, batch.prefix_lens, num_rows, total, count, QUERIES=most, num_warps=1
+    )
+    return tiles
 
 
 def _tiles_of(tiles: list[tuple[int, int, int, int, int]]) -> np.ndarray:

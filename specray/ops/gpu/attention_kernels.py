@@ -14,7 +14,7 @@ others, as in a chain, they share these too. The chunks of a tile may be compute
 import triton
 import triton.language as tl
 
-from specray.ops.gpu.shared_kernels import dot, from_float8, wait_for_kernels_before
+from specray.ops.gpu.shared_kernels import dot, from_float8, start_of, wait_for_kernels_before
 
 KEYS = 64  # positions of a block
 CHUNK = 512  # positions of a chunk
@@ -91,6 +91,34 @@ def _ends_of(paths, path_lengths, node, is_node, paths_width, PATHS: tl.constexp
     return length, own
 
 
+@triton.jit
+def tile_rows(
+    tiles,  # int32 [tiles, 5]: see `specray.ops.gpu.attention`
+    lens,  # int64 [R]: queries of each row, which follow each other row by row
+    rows,  # int64 [T], like the next: see PaddedBatch
+    prefix_lens,
+    num_rows,  # R
+    num_queries,  # T
+    num_tiles,
+    QUERIES: tl.constexpr,  # most of a tile
+):
+    """The tiles of one row, behind those of the rows before it. Padding is row R, and empty tiles follow its own."""
+    row = tl.program_id(0)
+    first, tile = start_of(lens, row, 1), start_of(lens, row, QUERIES)
+    count = tl.load(lens + row, mask=row < num_rows, other=0)
+    count = tl.where(row < num_rows, count, num_queries - first)
+    for begin in range(0, count, QUERIES):
+        out = tiles + (tile + begin // QUERIES) * 5
+        tl.store(out, (first + begin).to(tl.int32))
+        tl.store(out + 1, tl.minimum(QUERIES, count - begin).to(tl.int32))
+        tl.store(out + 2, tl.load(rows + first).to(tl.int32))
+        tl.store(out + 3, tl.load(prefix_lens + first).to(tl.int32))
+        tl.store(out + 4, (first + begin).to(tl.int32))
+    tile += (count + QUERIES - 1) // QUERIES
+    for empty in range(tl.where(row < num_rows, num_tiles, tile), num_tiles):
+        tl.store(tiles + empty * 5 + tl.arange(0, 8), 0, mask=tl.arange(0, 8) < 5)
+
+
 @triton.jit(do_not_specialize=["row_width", "slots_width", "paths_width"])  # they change from step to step
 def attend_tiles(
     out,  # [T, heads, DIM]; unused with SPLIT
@@ -162,6 +190,7 @@ def attend_tiles(
     queries = tl.load(q + q_places, mask=is_row[:, None] & is_column, other=0.0)
 
     begin, end = _chunks(first_position, last_position, WINDOW, CHUNK)
+    end = tl.where(count > 0, end, 0)
     first_block = 0  # earlier ones are outside all windows: they would add zeros
     if WINDOW > 0:
         first_block = tl.maximum(first_position - WINDOW + 1, 0) // KEYS * KEYS

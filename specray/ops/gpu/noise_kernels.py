@@ -7,6 +7,8 @@ changes no text: on a GPU with these kernels every token is chosen by them.
 import triton
 import triton.language as tl
 
+from specray.ops.gpu.shared_kernels import place_of
+
 
 @triton.jit
 def _splitmix(words):
@@ -56,25 +58,31 @@ def gumbel_of(ids, first, second):
 
 @triton.jit
 def position_keys(
-    keys,  # int32 [B * WIDTH, 2]
+    keys,  # int32 [T, 2]
+    trees,  # int64 [T]: the nodes' trees, -1 behind all nodes
     seeds,  # int64 [B]
     lengths,  # int64 [B]: positions of the tokens after the roots
+    num_nodes,  # int64 [B]
     parents,  # int64 [B, WIDTH], rows `parents_stride` apart
     max_depth,
     seeds_stride,
     parents_stride,
+    num_tokens,  # T, at most B * WIDTH
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """The keys of the tokens after all nodes of a tree, at the nodes' depths; deeper nodes take `max_depth`."""
+    """The keys of the tokens after a tree's nodes, at their depths; deeper nodes take `max_depth`."""
     tree, node = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
-    is_node = node < WIDTH
+    count = tl.load(num_nodes + tree)
+    is_node = node < count
     ancestor = tl.load(parents + tree * parents_stride + node, mask=is_node, other=-1)
     depth = tl.zeros([PADDED], tl.int64)
     for _ in range(max_depth):
         depth += (ancestor >= 0).to(tl.int64)
         ancestor = tl.load(parents + tree * parents_stride + ancestor, mask=ancestor >= 0, other=-1)
     first, second = noise_words(tl.load(seeds + tree * seeds_stride), tl.load(lengths + tree) + depth)
-    place = (tree * WIDTH + node) * 2
-    tl.store(keys + place, first, mask=is_node)
-    tl.store(keys + place + 1, second, mask=is_node)
+    place = place_of(num_nodes, tree, node, count, WIDTH)
+    is_place = (node < WIDTH) & (place < num_tokens)
+    tl.store(keys + place * 2, first, mask=is_place)
+    tl.store(keys + place * 2 + 1, second, mask=is_place)
+    tl.store(trees + place, tl.where(is_node, tree, -1), mask=is_place)

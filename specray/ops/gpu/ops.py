@@ -92,15 +92,11 @@ class TritonOps(TorchOps):
     def level_keys(self, seeds: Tensor, ends: Tensor, num_levels: int) -> Tensor:
         count = len(seeds)
         chain = torch.arange(-1, num_levels - 1, device=ends.device).expand(count, num_levels)
-        keys = sampling.keys_of_nodes(seeds, ends + 1, chain, num_levels)
+        sizes = torch.full_like(ends, num_levels)
+        keys, _ = sampling.keys_of_nodes(seeds, ends + 1, sizes, chain, num_levels, count * num_levels)
         return keys.view(count, num_levels, 2).transpose(0, 1).contiguous()
 
     def choose_drafts(
-        self,
-        logits: Tensor,
-        places: tuple[Tensor, Tensor],
-        temperature: Tensor | None,
-        keys: Tensor | None,
-        ids: Tensor | None,
+        self, logits: Tensor, temperature: Tensor | None, keys: Tensor | None, ids: Tensor | None
     ) -> Choices:
-        return sampling.choose_drafts(sampling.Rows(logits.contiguous(), *places, 1), temperature, keys, ids)
+        return sampling.choose_drafts(sampling.Rows(logits.contiguous()), temperature, keys, ids)

@@ -22,12 +22,10 @@ FILTER_WARPS = 16
 
 
 class Rows(NamedTuple):
-    """The logits to choose from: row `starts[b] + n` for node n of tree b."""
+    """The logits to choose from."""
 
     logits: Tensor  # [M, V] of any type of floats; kernels widen what they read, so that nobody makes a float32 copy
-    starts: Tensor  # int64 [B], contiguous
-    num_nodes: Tensor  # int64 [B], contiguous; places from num_nodes[b] on have no row
-    node_width: int  # N
+    trees: Tensor | None = None  # int64 [M]: the tree of each row, -1 for padding; None: each row has its own options
     mask: Tensor | None = None  # int32 [M, ceil(V / 32)]: bit i of word j is set if token 32 * j + i is allowed
 
 
@@ -36,17 +34,11 @@ def sample(logits: Tensor, batch: SamplingBatch | None, keys: Tensor, mask: Tens
 
     `keys` int32 [n, 2] are the rows' `noise_keys`. `batch` None: the largest logits. `mask` is that of Rows.
     """
-    return choose(independent(logits, mask), batch, keys).tokens
-
-
-def independent(logits: Tensor, mask: Tensor | None = None) -> Rows:
-    """Rows that belong to no tree."""
-    count = torch.arange(len(logits), device=logits.device)
-    return Rows(logits.contiguous(), count, torch.ones_like(count), 1, mask)
+    return choose(Rows(logits.contiguous(), mask=mask), batch, keys).tokens
 
 
 def choose(rows: Rows, batch: SamplingBatch | None, keys: Tensor | None, first_id: int = 0) -> Choices:
-    """The token after each place; `batch` has the options of its B trees, `keys` int32 [B * N, 2] the noise.
+    """The token of each row; `batch` has the options of its trees, `keys` int32 [M, 2] the noise.
 
     `batch` None: the largest logits. `first_id` is the token id of the first column.
     """
@@ -54,7 +46,7 @@ def choose(rows: Rows, batch: SamplingBatch | None, keys: Tensor | None, first_i
 
 
 def choose_drafts(rows: Rows, temperature: Tensor | None, keys: Tensor | None, column_ids: Tensor | None) -> Choices:
-    """The draft token after each place, without filters. `temperature` float32 [B], None: the largest logits.
+    """The draft token of each row, without filters. `temperature` float32 [M], None: the largest logits.
 
     `column_ids` int64 [V] are the token ids of the columns; None: the same.
     """
@@ -94,27 +86,28 @@ def _choose(
     filters: SamplingBatch | None = None,
 ) -> Choices:
     """`temperature` None: the largest logits. `filters` None: nothing is filtered out."""
-    logits, starts, num_nodes, width, mask = rows
-    num_places, size, device = len(starts) * width, logits.shape[1], logits.device
+    logits, trees, mask = rows
+    (num_rows, size), device = logits.shape, logits.device
     num_blocks = triton.cdiv(size, BLOCK)
-    best, best_ids = torch.empty(2, num_places, num_blocks, dtype=torch.int32, device=device)
+    best, best_ids = torch.empty(2, num_rows, num_blocks, dtype=torch.int32, device=device)
     choices = Choices(
-        torch.empty(num_places, dtype=torch.int64, device=device),
-        torch.empty(num_places, dtype=torch.int8, device=device),
-        torch.empty(num_places, dtype=torch.int32, device=device),
+        torch.empty(num_rows, dtype=torch.int64, device=device),
+        torch.empty(num_rows, dtype=torch.int8, device=device),
+        torch.empty(num_rows, dtype=torch.int32, device=device),
     )
-    if not num_places:
+    if not num_rows:
         return choices
-    places = (logits, logits if mask is None else mask, starts, num_nodes)
-    sizes = (size, 0 if mask is None else mask.shape[1], width)
+    masked = (logits, logits if mask is None else mask)
+    sizes = (size, 0 if mask is None else mask.shape[1])
     heat, ids = logits if temperature is None else temperature, logits if column_ids is None else column_ids
     has = {"HAS_MASK": mask is not None, "HAS_IDS": column_ids is not None}
 
     def choose_in_all_blocks(lowest: Tensor | None) -> None:
-        choose_in_blocks[(num_places, num_blocks)](
+        choose_in_blocks[(num_rows, num_blocks)](
             best,
             best_ids,
-            *places,
+            *masked,
+            logits if trees is None else trees,
             logits if keys is None else keys,
             heat,
             logits if lowest is None else lowest,
@@ -124,6 +117,7 @@ def _choose(
             heat.stride(0),
             SAMPLES=temperature is not None,
             FILTERS=lowest is not None,
+            HAS_TREES=trees is not None,
             **has,
             BLOCK=BLOCK,
             num_warps=8,
@@ -131,12 +125,12 @@ def _choose(
 
     choose_in_all_blocks(None)
     if filters is not None:
-        choose_in_all_blocks(_find_lowest(best, best_ids, places, sizes, filters, mask))
-    choose_among_blocks[(num_places,)](
+        choose_in_all_blocks(_find_lowest(best, best_ids, rows, filters))
+    choose_among_blocks[(num_rows,)](
         *choices,
         best,
         best_ids,
-        *places,
+        *masked,
         ids,
         num_blocks,
         first_id,
@@ -149,7 +143,7 @@ def _choose(
 
 
 def walk_chosen(choices: Choices, tokens: Tensor, parents: Tensor, num_nodes: Tensor, max_depth: int) -> Tensor:
-    """Walk draft trees by the tokens chosen at their B * N places.
+    """Walk draft trees by the tokens chosen at their nodes, tree by tree.
 
     The arguments behind `choices` are those of DraftTree. Returns the outcome, int64 [B, 2 + 2 * (max_depth + 1)]; see
     VerifyOutput.
@@ -166,7 +160,6 @@ def walk_chosen(choices: Choices, tokens: Tensor, parents: Tensor, num_nodes: Te
             parents,
             num_nodes.contiguous(),
             max_depth,
-            width,
             tokens.stride(0),
             NODES_PADDED=triton.next_power_of_2(width),
             DEPTHS_PADDED=triton.next_power_of_2(max_depth + 1),
@@ -175,58 +168,62 @@ def walk_chosen(choices: Choices, tokens: Tensor, parents: Tensor, num_nodes: Te
     return outcome
 
 
-def keys_of_nodes(seeds: Tensor, lengths: Tensor, parents: Tensor, max_depth: int) -> Tensor:
-    """The `noise_keys` of the tokens after all places of draft trees, int32 [B * N, 2].
+def keys_of_nodes(
+    seeds: Tensor, lengths: Tensor, num_nodes: Tensor, parents: Tensor, max_depth: int, total: int
+) -> tuple[Tensor, Tensor]:
+    """(the `noise_keys` of the tokens after the nodes of draft trees, int32 [total, 2]; their trees, int64 [total]).
 
-    `seeds` and `lengths` int64 [B] are the requests' seeds and known tokens, `parents` int64 [B, N] those of DraftTree.
+    Nodes lie tree by tree; trees behind them, up to B * N, are -1. `seeds` and `lengths` int64 [B] are the requests'
+    seeds and known tokens, `num_nodes` [B] and `parents` int64 [B, N] those of DraftTree.
     """
     num_trees, width = parents.shape
     parents = by_rows(parents)
-    keys = torch.empty(num_trees * width, 2, dtype=torch.int32, device=parents.device)
+    keys = torch.empty(total, 2, dtype=torch.int32, device=parents.device)
+    trees = torch.empty(total, dtype=torch.int64, device=parents.device)
     if num_trees:
         position_keys[(num_trees,)](
             keys,
+            trees,
             seeds,
             lengths.contiguous(),
+            num_nodes.contiguous(),
             parents,
             max_depth,
             seeds.stride(0),
             parents.stride(0),
+            total,
             WIDTH=width,
             PADDED=triton.next_power_of_2(width),
             num_warps=1,
         )
-    return keys
+    return keys, trees
 
 
-def _find_lowest(
-    best: Tensor,
-    best_ids: Tensor,
-    places: tuple[Tensor, ...],
-    sizes: tuple[int, ...],
-    batch: SamplingBatch,
-    mask: Tensor | None,
-) -> Tensor:
-    """float32 [places]: the smallest scaled logit that passes the filters of a place's request.
+def _find_lowest(best: Tensor, best_ids: Tensor, rows: Rows, batch: SamplingBatch) -> Tensor:
+    """float32 [M]: the smallest scaled logit that passes the filters of a row's request.
 
-    `best` and `best_ids` int32 [places, blocks] are the largest scores without filters. Where the largest of all
+    `best` and `best_ids` int32 [M, blocks] are the largest scores without filters. Where the largest of all
     passes, as it mostly does, this is minus infinity.
     """
-    num_places, num_blocks = best.shape
-    lowest = torch.empty(num_places, dtype=torch.float32, device=best.device)
+    (num_rows, num_blocks), (logits, trees, mask) = best.shape, rows
+    lowest = torch.empty(num_rows, dtype=torch.float32, device=best.device)
     options = (batch.temperature, batch.top_k.contiguous(), batch.top_p, batch.min_p)
     stride = batch.temperature.stride(0)
     assert batch.top_p.stride(0) == batch.min_p.stride(0) == stride, "columns of one table"
-    find_lowest[(num_places,)](
+    find_lowest[(num_rows,)](
         lowest,
         best,
         best_ids,
-        *places,
+        logits,
+        logits if mask is None else mask,
+        logits if trees is None else trees,
         *options,
-        *sizes,
+        logits.shape[1],
+        0 if mask is None else mask.shape[1],
         stride,
         num_blocks,
         HAS_MASK=mask is not None,
+        HAS_TREES=trees is not None,
         PIVOTS=PIVOTS,
         BLOCK=FILTER_BLOCK,
         BLOCKS_PADDED=triton.next_power_of_2(num_blocks),

@@ -1,8 +1,7 @@
 """The choice of a token from a row of logits with Triton: filters, noise and the largest score, without a sort.
 
-The rules are those of `specray.ops.sampling`. A row is one of `node_width` places of a tree; with a width of 1, rows
-are independent. A row's arithmetic runs over fixed blocks of the vocabulary in order, so its bits do not depend on the
-other rows.
+The rules are those of `specray.ops.sampling`. Rows may be the nodes of trees, which share options. A row's arithmetic
+runs over fixed blocks of the vocabulary in order, so its bits do not depend on the other rows.
 
 Scores are compared as integers of the same order. Then NaN is the largest value, as in torch's argmax, and filters can
 be found by bisection, which ends at the exact logit.
@@ -44,10 +43,12 @@ def _load(logits, mask, column, size, HAS_MASK: tl.constexpr):
 
 
 @triton.jit
-def _row_of(starts, num_nodes, place, node_width):
-    """(row of logits at a place, tree, whether it has a node)"""
-    tree, node = place // node_width, place % node_width
-    return tl.load(starts + tree) + node, tree, node < tl.load(num_nodes + tree)
+def _tree_of(trees, row, HAS_TREES: tl.constexpr):
+    """The tree of a row of logits, whose options it has, -1 for padding; without HAS_TREES each row is one."""
+    tree = row
+    if HAS_TREES:
+        tree = tl.load(trees + row)
+    return tree
 
 
 @triton.jit
@@ -79,86 +80,80 @@ def add_noise(
 
 @triton.jit
 def choose_in_blocks(
-    best,  # int32 [places, blocks]: the largest score, as `_ordered`
-    best_ids,  # int32 [places, blocks]: its first column
+    best,  # int32 [rows, blocks]: the largest score, as `_ordered`
+    best_ids,  # int32 [rows, blocks]: its first column
     logits,  # [rows, vocab_size], of any type of floats
     mask,  # int32 [rows, mask_width], a bit for each token; unused without HAS_MASK
-    starts,  # int64 [trees]: rows of the roots
-    num_nodes,  # int64 [trees]
-    keys,  # int32 [places, 2]; unused without SAMPLES, like the next two
+    trees,  # int64 [rows]: see `_tree_of`
+    keys,  # int32 [rows, 2]; unused without SAMPLES, like the next
     temperature,  # float32 [trees], `options_stride` apart
-    lowest,  # float32 [places]: scaled logits below it are filtered out; unused without FILTERS
+    lowest,  # float32 [rows]: scaled logits below it are filtered out; unused without FILTERS
     column_ids,  # int64 [vocab_size]: token ids of the columns; unused without HAS_IDS
     first_id,  # token id of the first column; unused with HAS_IDS
     vocab_size,
     mask_width,
-    node_width,
     options_stride,
     SAMPLES: tl.constexpr,
     FILTERS: tl.constexpr,
     HAS_MASK: tl.constexpr,
     HAS_IDS: tl.constexpr,
+    HAS_TREES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """With FILTERS, only of places where some tokens are filtered out; the others keep what was found without."""
-    place, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row, tree, is_node = _row_of(starts, num_nodes, place, node_width)
+    """With FILTERS, only of rows where some tokens are filtered out; the others keep what was found without."""
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    is_chosen = True
     if FILTERS:
-        is_node = is_node & (tl.load(lowest + place) > float("-inf"))
-    if is_node:
+        is_chosen = tl.load(lowest + row) > float("-inf")
+    if is_chosen:
         column = block * BLOCK + tl.arange(0, BLOCK)
         scores = _load(logits + row * vocab_size, mask + row * mask_width, column, vocab_size, HAS_MASK)
         if SAMPLES:
-            heat = tl.load(temperature + tree * options_stride)
+            tree = _tree_of(trees, row, HAS_TREES)
+            heat = tl.load(temperature + tree * options_stride, mask=tree >= 0, other=0.0)
             if heat >= GREEDY_BELOW:
                 scaled = tl.div_rn(scores, tl.zeros([BLOCK], tl.float32) + heat)
                 token = first_id + column
                 if HAS_IDS:
                     token = tl.load(column_ids + column, mask=column < vocab_size, other=0).to(tl.int32)
-                noise = gumbel_of(token, tl.load(keys + place * 2), tl.load(keys + place * 2 + 1))
+                noise = gumbel_of(token, tl.load(keys + row * 2), tl.load(keys + row * 2 + 1))
                 scores = scaled + noise
                 if FILTERS:
-                    scores = tl.where(scaled < tl.load(lowest + place), float("-inf"), scores)
+                    scores = tl.where(scaled < tl.load(lowest + row), float("-inf"), scores)
         ordered = tl.where(column < vocab_size, _ordered(scores), LOWEST)
-        result = place * tl.num_programs(1) + block
+        result = row * tl.num_programs(1) + block
         tl.store(best + result, tl.max(ordered, 0))
         tl.store(best_ids + result, block * BLOCK + tl.argmax(ordered, 0, tie_break_left=True))
 
 
 @triton.jit
 def choose_among_blocks(
-    tokens,  # int64 [places]
-    is_finite,  # int8 [places]: whether the token's logit is
-    scores,  # int32 [places]: the token's score, as `_ordered`
+    tokens,  # int64 [rows]
+    is_finite,  # int8 [rows]: whether the token's logit is
+    scores,  # int32 [rows]: the token's score, as `_ordered`
     best,
     best_ids,
     logits,
     mask,
-    starts,
-    num_nodes,
     column_ids,
     num_blocks,
     first_id,
     vocab_size,
     mask_width,
-    node_width,
     HAS_MASK: tl.constexpr,
     HAS_IDS: tl.constexpr,
     BLOCKS_PADDED: tl.constexpr,
 ):
-    place = tl.program_id(0).to(tl.int64)
-    row, _, is_node = _row_of(starts, num_nodes, place, node_width)
-    if is_node:
-        block = tl.arange(0, BLOCKS_PADDED)
-        ordered = tl.load(best + place * num_blocks + block, mask=block < num_blocks, other=LOWEST)
-        token = tl.load(best_ids + place * num_blocks + tl.argmax(ordered, 0, tie_break_left=True)).to(tl.int64)
-        value = _load(logits + row * vocab_size, mask + row * mask_width, token, vocab_size, HAS_MASK)
-        chosen = first_id + token
-        if HAS_IDS:
-            chosen = tl.load(column_ids + token)
-        tl.store(tokens + place, chosen)
-        tl.store(scores + place, tl.max(ordered, 0))
-        tl.store(is_finite + place, (tl.abs(value) < float("inf")).to(tl.int8))
+    row, block = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCKS_PADDED)
+    ordered = tl.load(best + row * num_blocks + block, mask=block < num_blocks, other=LOWEST)
+    token = tl.load(best_ids + row * num_blocks + tl.argmax(ordered, 0, tie_break_left=True)).to(tl.int64)
+    value = _load(logits + row * vocab_size, mask + row * mask_width, token, vocab_size, HAS_MASK)
+    chosen = first_id + token
+    if HAS_IDS:
+        chosen = tl.load(column_ids + token)
+    tl.store(tokens + row, chosen)
+    tl.store(scores + row, tl.max(ordered, 0))
+    tl.store(is_finite + row, (tl.abs(value) < float("inf")).to(tl.int8))
 
 
 @triton.jit
@@ -249,23 +244,22 @@ def _last_kept(
 
 @triton.jit
 def find_lowest(
-    lowest,  # float32 [places]
+    lowest,  # float32 [rows]
     best,  # of `choose_in_blocks` without filters, like the next
     best_ids,
     logits,
     mask,
-    starts,
-    num_nodes,
+    trees,
     temperature,  # float32 [trees], `options_stride` apart, like top_p and min_p
     top_k,  # int64 [trees], contiguous
     top_p,
     min_p,
     vocab_size,
     mask_width,
-    node_width,
     options_stride,
     num_blocks,
     HAS_MASK: tl.constexpr,
+    HAS_TREES: tl.constexpr,
     PIVOTS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS_PADDED: tl.constexpr,
@@ -274,47 +268,48 @@ def find_lowest(
 
     Minus infinity: the token that has the largest score of all passes, so that it does not matter which others do.
     """
-    place = tl.program_id(0).to(tl.int64)
-    row, tree, is_node = _row_of(starts, num_nodes, place, node_width)
-    if is_node:
-        heat, share = tl.load(temperature + tree * options_stride), tl.load(top_p + tree * options_stride)
-        floor, number = tl.load(min_p + tree * options_stride), tl.load(top_k + tree)
-        logits += row * vocab_size
-        mask += row * mask_width
-        result = tl.full([], float("-inf"), tl.float32)
-        if (heat >= GREEDY_BELOW) & ((number > 0) | (share < 1.0) | (floor > 0.0)):
-            tops = tl.full([BLOCK], LOWEST, tl.int32)
-            for first in range(0, vocab_size, BLOCK):
-                column = first + tl.arange(0, BLOCK)
-                tops = tl.maximum(tops, _ordered(_load(logits, mask, column, vocab_size, HAS_MASK)))
-            top = tl.max(tops, 0)
-            most = _value_of(top)
-            scaled = tl.div_rn(most, heat)
-            # A row that is not finite is not filtered: it fails, or takes its first infinity.
-            if tl.abs(scaled) < float("inf"):
-                block = tl.arange(0, BLOCKS_PADDED)
-                ordered = tl.load(best + place * num_blocks + block, mask=block < num_blocks, other=LOWEST)
-                token = tl.load(best_ids + place * num_blocks + tl.argmax(ordered, 0, tie_break_left=True))
-                found = _load(logits, mask, token, vocab_size, HAS_MASK)
-                least = scaled + tl.where(floor > 0.0, tl.log(tl.where(floor > 0.0, floor, 1.0)), float("-inf"))
-                passes = tl.div_rn(found, heat) >= least
-                kept, passes = _last_kept(
-                    logits,
-                    mask,
-                    top,
-                    most,
-                    _ordered(found),
-                    passes,
-                    heat,
-                    number,
-                    share,
-                    vocab_size,
-                    HAS_MASK,
-                    PIVOTS,
-                    BLOCK,
-                )
-                if kept > LOWEST:
-                    result = tl.div_rn(_value_of(kept), heat)
-                if (floor > 0.0) & ~passes:
-                    result = tl.maximum(result, least)
-        tl.store(lowest + place, result)
+    row = tl.program_id(0).to(tl.int64)
+    tree = _tree_of(trees, row, HAS_TREES)
+    heat = tl.load(temperature + tree * options_stride, mask=tree >= 0, other=0.0)
+    tree = tl.maximum(tree, 0)
+    share, number = tl.load(top_p + tree * options_stride), tl.load(top_k + tree)
+    floor = tl.load(min_p + tree * options_stride)
+    logits += row * vocab_size
+    mask += row * mask_width
+    result = tl.full([], float("-inf"), tl.float32)
+    if (heat >= GREEDY_BELOW) & ((number > 0) | (share < 1.0) | (floor > 0.0)):
+        tops = tl.full([BLOCK], LOWEST, tl.int32)
+        for first in range(0, vocab_size, BLOCK):
+            column = first + tl.arange(0, BLOCK)
+            tops = tl.maximum(tops, _ordered(_load(logits, mask, column, vocab_size, HAS_MASK)))
+        top = tl.max(tops, 0)
+        most = _value_of(top)
+        scaled = tl.div_rn(most, heat)
+        # A row that is not finite is not filtered: it fails, or takes its first infinity.
+        if tl.abs(scaled) < float("inf"):
+            block = tl.arange(0, BLOCKS_PADDED)
+            ordered = tl.load(best + row * num_blocks + block, mask=block < num_blocks, other=LOWEST)
+            token = tl.load(best_ids + row * num_blocks + tl.argmax(ordered, 0, tie_break_left=True))
+            found = _load(logits, mask, token, vocab_size, HAS_MASK)
+            least = scaled + tl.where(floor > 0.0, tl.log(tl.where(floor > 0.0, floor, 1.0)), float("-inf"))
+            passes = tl.div_rn(found, heat) >= least
+            kept, passes = _last_kept(
+                logits,
+                mask,
+                top,
+                most,
+                _ordered(found),
+                passes,
+                heat,
+                number,
+                share,
+                vocab_size,
+                HAS_MASK,
+                PIVOTS,
+                BLOCK,
+            )
+            if kept > LOWEST:
+                result = tl.div_rn(_value_of(kept), heat)
+            if (floor > 0.0) & ~passes:
+                result = tl.maximum(result, least)
+    tl.store(lowest + row, result)

@@ -1,4 +1,4 @@
-"""Functions of all Triton kernels: how one waits that may have started early, and products of tiles."""
+"""Functions of all Triton kernels: how one waits that may have started early, products of tiles, ragged rows."""
 
 import triton
 import triton.language as tl
@@ -17,6 +17,29 @@ def wait_for_kernels_before(EARLY: tl.constexpr):
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
+
+
+@triton.jit
+def start_of(lens, row, SIZE: tl.constexpr = 1):
+    """Where the elements of `row` begin among those of all, int64, in groups of up to SIZE of the same row.
+
+    `lens` int64 are the rows' numbers of elements.
+    """
+    start = tl.zeros([], tl.int64)
+    for first in range(0, row, 128):
+        before = first + tl.arange(0, 128)
+        start += tl.sum((tl.load(lens + before, mask=before < row, other=0) + (SIZE - 1)) // SIZE, 0)
+    return start
+
+
+@triton.jit
+def place_of(num_nodes, tree, node, count, WIDTH: tl.constexpr):
+    """Where the nodes of a tree lie, which has `count`, tree by tree. What it lacks of WIDTH lies behind all nodes.
+
+    A program for each tree with WIDTH `node`s: all places of padding are those of a lacking node.
+    """
+    start, total = start_of(num_nodes, tree), start_of(num_nodes, tl.num_programs(0))
+    return tl.where(node < count, start + node, total + tree * WIDTH - start + node - count)
 
 
 @triton.jit

@@ -68,8 +68,10 @@ class DeviceRows(NamedTuple):
         """Without a read by the host."""
         count, width = rows.parents.shape
         request, node = (torch.arange(size, device=rows.slots.device) for size in (count, width))
-        firsts, parents = request * width, rows.parents
-        here = firsts[:, None] + node
+        parents, here = rows.parents, request[:, None] * width + node
+        if rows.places is not None:
+            here = rows.places[0]
+        firsts = here[:, 0].contiguous()
         is_known = node < rows.num_known[:, None]
         copies = rows.copies.where(is_known, -1)
         last = firsts + (rows.num_known - 1).clamp(min=0)
@@ -82,6 +84,9 @@ class DeviceRows(NamedTuple):
             steps = _listed(is_known, here, torch.zeros_like(here))
         else:  # row 0, then of each draft the rows behind it on its path
             is_step = rows.sees & ((node > 0) | (node[:, None] == 0))
+            if rows.places is not None:  # where there is no row, a place is that of another one
+                places, number = rows.places[1].index_select(0, here.flatten()), request[:, None] * width + node
+                is_step = is_step & (places.view_as(number) == number)[:, :, None]
             restarts = ((parents <= 0) & (node > 0)).long()
             shape = is_step.shape
             steps = _listed(
@@ -94,9 +99,9 @@ class DeviceRows(NamedTuple):
             rows.num_known,
             rows.is_fresh.long(),
             firsts,
-            torch.where(parents >= 0, parents + firsts[:, None], -1).flatten(),
-            request.repeat_interleave(width),
-            copies.flatten(),
+            rows.flat(torch.where(parents >= 0, parents + firsts[:, None], -1).flatten()),
+            rows.flat(request.repeat_interleave(width)),
+            rows.flat(copies.flatten()),
             *windows,
             *steps,
         )

@@ -7,6 +7,8 @@ each slot, with token ids from column 0 on, KV slots from `kv_column` on, and th
 import triton
 import triton.language as tl
 
+from specray.ops.gpu.shared_kernels import place_of, start_of
+
 
 @triton.jit
 def gather_cells(out, buffer, slots, positions, count, row_size, column, BLOCK: tl.constexpr):
@@ -51,14 +53,15 @@ def load_trees(
 
 @triton.jit
 def build_trees(
-    token_ids,  # int64 [T], like the next four, with WIDTH tokens for each tree
+    token_ids,  # int64 [T], like the next four: the nodes tree by tree, then padding
     positions,
     prefix_lens,
     rows,
     slot_mapping,
     paths,  # int64 [T, WIDTH + 1]
     path_lengths,  # int64 [T]
-    kept,  # int64 [B, 1 + WIDTH]: known tokens, and the KV slots of the nodes
+    kept,  # int64 [B, 2 + WIDTH]: known tokens, the place of the root, and the KV slots of the nodes
+    num_tokens,  # T
     buffer,
     slots,  # int64 [B]
     num_nodes,  # int64 [B]
@@ -87,23 +90,25 @@ def build_trees(
     while tl.max(ancestor, 0) >= 0:
         depth += (ancestor >= 0).to(tl.int64)
         ancestor = tl.load(links + ancestor, mask=ancestor > 0, other=-1)
-    place = tree * WIDTH + node
-    tl.store(token_ids + place, tl.load(tokens + tree * tree_stride + node, mask=is_node, other=0), mask=is_place)
-    tl.store(positions + place, tl.where(is_node, prefix + depth, 0), mask=is_place)
-    tl.store(prefix_lens + place, prefix + tl.zeros([PADDED], tl.int64), mask=is_place)
-    tl.store(rows + place, slot + tl.zeros([PADDED], tl.int64), mask=is_place)
-    tl.store(slot_mapping + place, tl.where(is_node, kv_slot, padding_kv_slot), mask=is_place)
-    tl.store(path_lengths + place, tl.where(is_node, depth + 1, 1), mask=is_place)
+    place = place_of(num_nodes, tree, node, count, WIDTH)
+    is_written = is_place & (place < num_tokens)
+    tl.store(token_ids + place, tl.load(tokens + tree * tree_stride + node, mask=is_node, other=0), mask=is_written)
+    tl.store(positions + place, tl.where(is_node, prefix + depth, 0), mask=is_written)
+    tl.store(prefix_lens + place, tl.where(is_node, prefix, 0), mask=is_written)
+    tl.store(rows + place, tl.where(is_node, slot, 0), mask=is_written)
+    tl.store(slot_mapping + place, tl.where(is_node, kv_slot, padding_kv_slot), mask=is_written)
+    tl.store(path_lengths + place, tl.where(is_node, depth + 1, 1), mask=is_written)
     path = paths + place * (WIDTH + 1)
-    tl.store(path, tl.zeros([PADDED], tl.int64), mask=is_place & (node >= count))
+    tl.store(path, tl.zeros([PADDED], tl.int64), mask=is_written & (node >= count))
     step, on_path = tl.where(is_node, depth, -1), node.to(tl.int64)
     while tl.max(step, 0) >= 0:
         is_left = step >= 0
         tl.store(path + step, tl.load(own + on_path, mask=is_left, other=0).to(tl.int64), mask=is_left)
         on_path = tl.load(links + on_path, mask=step > 0, other=0)
         step -= 1
-    tl.store(kept + tree * (1 + WIDTH), length)
-    tl.store(kept + tree * (1 + WIDTH) + 1 + node, kv_slot, mask=is_place)
+    tl.store(kept + tree * (2 + WIDTH), length)
+    tl.store(kept + tree * (2 + WIDTH) + 1, start_of(num_nodes, tree))
+    tl.store(kept + tree * (2 + WIDTH) + 2 + node, kv_slot, mask=is_place)
 
 
 @triton.jit
@@ -151,14 +156,13 @@ def build_extend(
     buffer,
     slots,  # int64 [B]
     counts,  # int64 [B], `counts_stride` apart: committed tokens
-    nodes,  # int64 [B, at least WIDTH], rows `nodes_stride` apart: their nodes by depth
+    states,  # int64 [B, at least WIDTH], rows `states_stride` apart: places of their hidden states
     row_size,
     kv_column,
     length_column,
     padding_kv_slot,
     counts_stride,
-    nodes_stride,
-    num_places,  # nodes of a tree
+    states_stride,
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
 ):
@@ -171,14 +175,14 @@ def build_extend(
     position = tl.where(is_token, start + depth, 0)
     kv_slot = tl.load(request + kv_column + position, mask=is_depth, other=0).to(tl.int64)
     token = tl.load(request + position + 1, mask=is_depth, other=0).to(tl.int64)
-    node = tl.load(nodes + row * nodes_stride + depth, mask=is_depth, other=0)
+    state = tl.load(states + row * states_stride + depth, mask=is_depth, other=0)
     place, zeros = row * WIDTH + depth, tl.zeros([PADDED], tl.int64)
     tl.store(token_ids + place, token, mask=is_depth)
     tl.store(positions + place, position, mask=is_depth)
     tl.store(prefix_lens + place, start + zeros, mask=is_depth)
     tl.store(rows + place, slot + zeros, mask=is_depth)
     tl.store(slot_mapping + place, tl.where(is_token, kv_slot, padding_kv_slot), mask=is_depth)
-    tl.store(places + place, row * num_places + node, mask=is_depth)
+    tl.store(places + place, state, mask=is_depth)
     tl.store(path_lengths + place, depth.to(tl.int64) + 1, mask=is_depth)
     seen = tl.where(is_token, kv_slot, 0)
     for query in range(WIDTH):

@@ -63,13 +63,14 @@ def tree_input(
     kv_slots: Tensor,
     padding_kv_slot: int,
     kept: Tensor,
+    total: int,
 ) -> tuple[Tensor, Tensor, PaddedBatch]:
     """(token ids, positions, attention) of the trees' tokens and parents [B, N]; see `TorchTable.tree_input`."""
     tokens, parents = alike(*trees)
     num_trees, width = tokens.shape
-    count = num_trees * width
-    token_ids, positions, prefix_lens, rows, written, lengths = _columns(6, count, slots.device)
-    paths = torch.empty(count, width + 1, dtype=torch.int64, device=slots.device)
+    num_nodes = num_nodes.contiguous()
+    token_ids, positions, prefix_lens, rows, written, lengths = _columns(6, total, slots.device)
+    paths = torch.empty(total, width + 1, dtype=torch.int64, device=slots.device)
     build_trees[(num_trees,)](
         token_ids,
         positions,
@@ -79,6 +80,7 @@ def tree_input(
         paths,
         lengths,
         kept,
+        total,
         buffer.cells,
         slots,
         num_nodes,
@@ -93,7 +95,8 @@ def tree_input(
         PADDED=triton.next_power_of_2(width),
         num_warps=1,
     )
-    return token_ids, positions, PaddedBatch(prefix_lens, rows, kv_slots, paths, lengths, written, width)
+    batch = PaddedBatch(prefix_lens, rows, kv_slots, paths, lengths, written, width, num_nodes)
+    return token_ids, positions, batch
 
 
 def commit(buffer: RequestBuffer, report: Tensor, slots: Tensor, outcome: Tensor) -> None:
@@ -117,13 +120,13 @@ def extend_input(
     buffer: RequestBuffer,
     slots: Tensor,
     counts: Tensor,
-    nodes: Tensor,
+    states: Tensor,
     width: int,
     kv_slots: Tensor,
     padding_kv_slot: int,
 ) -> tuple[Tensor, Tensor, PaddedBatch, Tensor, Tensor, Tensor, Tensor]:
-    """The fields of `ExtendInput` for `nodes` [B, N], of which the first `counts` [B] count."""
-    num_rows, num_nodes = nodes.shape
+    """The fields of `ExtendInput` for places of `states` [B, N], of which the first `counts` [B] count."""
+    num_rows = len(states)
     count, device = num_rows * width, slots.device
     token_ids, positions, prefix_lens, rows, written, places, lengths = _columns(7, count, device)
     ends, last, roots = _columns(3, num_rows, device)
@@ -143,14 +146,13 @@ def extend_input(
         buffer.cells,
         slots,
         counts,
-        by_rows(nodes),
+        by_rows(states),
         buffer.row_size,
         buffer.kv_column,
         buffer.length_column,
         padding_kv_slot,
         counts.stride(0),
-        nodes.stride(0),
-        num_nodes,
+        states.stride(0),
         WIDTH=width,
         PADDED=triton.next_power_of_2(width),
         num_warps=1,

@@ -6,17 +6,18 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
+from specray.ops.gpu.shared_kernels import start_of
+
 
 @triton.jit
 def walk_tree(
     outcome,  # int64 [B, 2 + 2 * (max_depth + 1)]
-    chosen,  # int64 [B * node_width]: the target's token after each node
-    is_finite,  # int8 [B * node_width]
-    drafts,  # int64 [B, node_width], rows `tree_stride` apart, like the parents
+    chosen,  # int64 [T]: the target's token after each node, tree by tree
+    is_finite,  # int8 [T]
+    drafts,  # int64 [B, any], rows `tree_stride` apart, like the parents
     parents,
     num_nodes,  # int64 [B]
     max_depth,
-    node_width,
     tree_stride,
     NODES_PADDED: tl.constexpr,
     DEPTHS_PADDED: tl.constexpr,
@@ -31,9 +32,10 @@ def walk_tree(
     node, depth = tl.full([], 0, tl.int32), tl.full([], 0, tl.int64)
     walks = count > 0
     is_good = walks
+    start = start_of(num_nodes, tree)
     while walks:
-        token = tl.load(chosen + tree * node_width + node)
-        is_good = tl.load(is_finite + tree * node_width + node) != 0
+        token = tl.load(chosen + start + node)
+        is_good = tl.load(is_finite + start + node) != 0
         walked = tl.where(depths == depth, token, walked)
         nodes = tl.where(depths == depth, node, nodes)
         node = tl.min(tl.where((parent == node) & (draft == token), index, NODES_PADDED), 0)

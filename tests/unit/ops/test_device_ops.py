@@ -233,10 +233,9 @@ def level_keys(ops: TorchOps, random: Random) -> Tensor:
 
 
 def choose_drafts(ops: TorchOps, random: Random) -> Tensor:
-    rows = torch.arange(3), torch.ones(3, dtype=torch.int64)
     temperature, keys, ids = noise(random)
     heat = (temperature, keys) if random.count(0, 1) else (None, None)
-    found = ops.choose_drafts(random.normal(3, VOCAB), rows, *heat, ids)
+    found = ops.choose_drafts(random.normal(3, VOCAB), *heat, ids)
     return torch.stack((found.tokens, found.is_finite.long()))
 
 

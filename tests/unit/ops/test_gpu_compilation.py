@@ -16,7 +16,7 @@ from specray.ops.gpu import few_rows
 ROOT = Path(__file__).parents[3]
 KERNELS = {
     *("attend_tiles", "merge_chunks", "rotate_head", "norm_rows", "silu_block", "multiply_rows", "multiply_pairs"),
-    *("join_rows", "gather_angles", "gather_cells", "load_trees", "build_trees", "commit_tokens"),
+    *("tile_rows", "join_rows", "gather_angles", "gather_cells", "load_trees", "build_trees", "commit_tokens"),
     *("build_extend", "take_trees", "put_trees", "add_noise"),
     *("convolve_rows", "keep_windows", "run_delta_rule", "norm_and_gate"),
     *("position_keys", "choose_in_blocks", "choose_among_blocks", "find_lowest", "walk_tree", "compact_path"),

@@ -121,9 +121,8 @@ def test_the_choice_is_that_of_torch(chosen: list[Row]) -> None:
 
 def lowest_of(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """The smallest scaled logits that pass, with a token as the unfiltered choice that passes only if all do."""
-    rows, worst = sampling.independent(logits), logits.argmin(1, keepdim=True).to(torch.int32)
-    places = (logits, logits, rows.starts, rows.num_nodes)
-    return sampling._find_lowest(torch.zeros_like(worst), worst, places, (SIZE, 0, 1), batch, None)
+    worst = logits.argmin(1, keepdim=True).to(torch.int32)
+    return sampling._find_lowest(torch.zeros_like(worst), worst, sampling.Rows(logits), batch)
 
 
 @given(rows)
@@ -167,7 +166,7 @@ def test_drafts_have_the_targets_noise_and_its_ids(seed: int, has_ids: bool, is_
     ids = torch.randperm(500, generator=generator)[:SIZE] if has_ids else None
     heat, seeds, ends = torch.tensor([0.0, 0.7, 1.5]), torch.tensor([1, seed, -seed]), torch.tensor([4, 9, 2])
     noise = TreeNoise(heat, seeds, ends, 3) if is_sampled else None
-    rows = sampling.independent(logits)
+    rows = sampling.Rows(logits)
     for level in range(3):
         scores = logits if noise is None else noise.added(logits[:, None], level, ids)[:, 0]
         value, column = scores.max(-1)
@@ -207,11 +206,11 @@ def test_logits_of_a_half_type_are_chosen_from_as_their_float32_copies(dtype: to
     keys, heat = noise_keys(batch.seeds, places), batch.temperature
     found, wide = (
         [
-            *sampling.choose(sampling.independent(each), None, None),
-            *sampling.choose(sampling.independent(each), batch, keys),
-            *sampling.choose_drafts(sampling.independent(each), heat, keys, ids),
+            *sampling.choose(sampling.Rows(each), None, None),
+            *sampling.choose(sampling.Rows(each), batch, keys),
+            *sampling.choose_drafts(sampling.Rows(each), heat, keys, ids),
             sampling.with_noise(each[:, None], heat, keys, ids),
-            *TorchOps().choose_drafts(each, (places, places), heat, keys, ids),
+            *TorchOps().choose_drafts(each, heat, keys, ids),
             *choose_in_shard(TorchOps(), each, heat, keys, 5),
         ]
         for each in (logits, logits.float())
@@ -222,7 +221,7 @@ def test_logits_of_a_half_type_are_chosen_from_as_their_float32_copies(dtype: to
 
 
 def test_a_row_without_an_allowed_token_is_not_finite() -> None:
-    rows = sampling.independent(torch.randn(2, SIZE), torch.tensor([[0, 0], [-1, -1]], dtype=torch.int32))
+    rows = sampling.Rows(torch.randn(2, SIZE), mask=torch.tensor([[0, 0], [-1, -1]], dtype=torch.int32))
     assert sampling.choose(rows, None, None).is_finite.tolist() == [0, 1]
 
 
@@ -241,7 +240,7 @@ def test_filters_are_bisected_only_where_the_unfiltered_choice_is_filtered_out(
     count, found = 16, []
     logits = torch.randn(count, SIZE, generator=torch.Generator().manual_seed(3)) * 2
     batch = batch_of([option._replace(seed=seed) for seed in range(count)])
-    keys, rows = noise_keys(batch.seeds, torch.arange(count)), sampling.independent(logits)
+    keys, rows = noise_keys(batch.seeds, torch.arange(count)), sampling.Rows(logits)
     unfiltered = sampling.choose(rows, batch_of([OPTIONS] * count), keys).tokens
     read = bytes_read(logits, lambda: found.append(sampling.choose(rows, batch, keys).tokens))
     assert torch.equal(found[0], torch_sampling.sample(logits, batch, keys))
@@ -264,7 +263,7 @@ def test_a_choice_does_not_depend_on_other_rows() -> None:
     logits = torch.randn(5, SIZE, generator=generator)
     batch = batch_of([OPTIONS._replace(seed=seed, top_p=0.8, top_k=seed % 5) for seed in range(5)])
     keys = noise_keys(batch.seeds, torch.arange(5))
-    together = sampling.choose(sampling.independent(logits), batch, keys)
+    together = sampling.choose(sampling.Rows(logits), batch, keys)
     for row in range(5):
-        alone = sampling.choose(sampling.independent(logits[row : row + 1]), batch.select([row]), keys[row : row + 1])
+        alone = sampling.choose(sampling.Rows(logits[row : row + 1]), batch.select([row]), keys[row : row + 1])
         assert [part[0] for part in alone] == [part[row] for part in together]

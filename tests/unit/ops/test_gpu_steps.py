@@ -24,17 +24,19 @@ from tests.support.verify_cases import trees
 PADDING_KV_SLOT = 999
 
 
-@given(batches())
+@given(batches(), st.data())
 @settings(max_examples=30)
-def test_the_input_of_trees(batch: tuple[int, Tensor, DraftTree]) -> None:
+def test_the_input_of_trees(batch: tuple[int, Tensor, DraftTree], data: st.DataObject) -> None:
+    """One after the other, and padding behind them."""
     seed, slots, tree = batch
     rows, width = tree.tokens.shape
+    total = data.draw(st.integers(int(tree.num_nodes.sum()), rows * width))
 
     def run() -> list[Tensor]:
-        kept = torch.zeros(rows, 1 + width, dtype=torch.int64)
+        kept = torch.zeros(rows, 2 + width, dtype=torch.int64)
         ops = random_table(seed, 1).ops  # it chooses the kernels
         assert isinstance(ops, TorchTable)
-        token_ids, positions, attention = ops.tree_input(slots, tree, PADDING_KV_SLOT, kept)
+        token_ids, positions, attention = ops.tree_input(slots, tree, PADDING_KV_SLOT, kept, total)
         paths = attention.paths.masked_fill(torch.arange(width + 1) >= attention.path_lengths[:, None], 0)
         lens = (attention.prefix_lens, attention.rows, attention.path_lengths, attention.slot_mapping)
         return [token_ids, positions, *lens, paths, kept]

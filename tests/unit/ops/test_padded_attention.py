@@ -1,5 +1,6 @@
 """Attention of padded batches against float64, and with the bits of the same trees in a ragged batch."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -111,3 +112,29 @@ def test_a_padded_batch_has_the_bits_of_a_ragged_one(enough_programs: int) -> No
     kv_slots = batch.kv_slots[batch.rows[::NODES]].long()
     ragged = AttentionBatch([NODES] * 3, kv_lens, kv_slots, batch.slot_mapping, [(NODES, NODES)] * 3, case.sees)
     assert torch.equal(backend.plan(ragged)(0, case.q, case.kv), padded)
+
+
+@pytest.mark.parametrize("enough_programs", [0, 40, 10**6])
+@pytest.mark.parametrize("lens", [[4, 1, 3], [1, 1, 1], [0, 4, 2], [4, 4, 0]])
+@pytest.mark.parametrize("num_padding", [0, 1, 5])
+def test_rows_of_any_length_have_the_bits_of_equal_ones(
+    lens: list[int], num_padding: int, enough_programs: int
+) -> None:
+    case = make_case(has_padding=False)
+    backend = TritonAttention(case.pool.clone(), KV_HEADS * GROUP)
+    backend.enough_programs = enough_programs
+    expected = backend.plan_padded(replace(case.batch, row_width=NODES))(0, case.q, case.kv)
+    nodes = torch.tensor([row * NODES + node for row, length in enumerate(lens) for node in range(length)])
+
+    def ragged(part: Tensor, padding: float) -> Tensor:
+        return torch.cat((part[nodes], torch.full((num_padding, *part.shape[1:]), padding, dtype=part.dtype)))
+
+    batch = case.batch
+    parts = [ragged(batch.prefix_lens, 0), ragged(batch.rows, 0), batch.kv_slots, ragged(batch.paths, 0)]
+    written = ragged(batch.slot_mapping, SLOTS - 1)
+    made = PaddedBatch(*parts, ragged(batch.path_lengths, 1), written, NODES, torch.tensor(lens))
+    backend = TritonAttention(case.pool.clone(), KV_HEADS * GROUP)
+    backend.enough_programs = enough_programs
+    found = backend.plan_padded(made)(0, ragged(case.q, 1.0), ragged(case.kv, torch.nan))
+    assert torch.equal(found[: len(nodes)], expected[nodes])
+    assert found.isfinite().all()

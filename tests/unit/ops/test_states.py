@@ -1,6 +1,7 @@
 """A token's bits in layers with states: alone and in a batch, in a prompt chunk, decoded, and as a node of a tree."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -184,5 +185,14 @@ def test_a_padded_step_gives_the_bits_and_states_of_a_ragged_one(
     behind = PaddedStateRows(
         of_slots, torch.tensor([0, accepted, 2]), torch.zeros(3, dtype=torch.bool), chain, stored[:, 1:]
     )
+    operation(kept, padded, behind)
+    assert torch.equal(padded, ragged)
+    # The same rows without padding between them, but behind them.
+    flat = [torch.cat((*parts, parts[0][:2])) for parts in zip(*inputs, strict=True)]
+    places = torch.tensor([[0] * width, list(range(width)), [width, width + 1, width + 2, *[0] * (width - 3)]])
+    of_flat = torch.tensor([*range(width, 2 * width + 3), 0, 0])
+    padded = pool_of(operation, dtype)
+    found = operation(flat, padded, replace(forward, places=(places, of_flat)))
+    assert torch.equal(found[: width + 3], expected)
     operation(kept, padded, behind)
     assert torch.equal(padded, ragged)

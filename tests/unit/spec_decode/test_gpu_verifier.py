@@ -13,6 +13,7 @@ from specray.ops.gpu import kv, sampling
 from specray.ops.noise import noise_keys
 from specray.ops.sampling_state import SamplingBatch
 from specray.ops.shard_sampling import best_of, packed
+from specray.ops.step_tensors import RaggedIndex
 from specray.spec_decode.draft_tree import NONE, DraftTree, TreeLists
 from specray.spec_decode.node_sampler import coupled
 from specray.spec_decode.torch_step_ops import TorchStepOps
@@ -38,20 +39,16 @@ def test_the_walk_is_that_of_torch(batch: VerifyInput) -> None:
 
 @given(inputs(), st.sampled_from([torch.float32, torch.bfloat16]))
 @settings(max_examples=16)
-def test_trees_in_padded_rows_give_the_same_walk(batch: VerifyInput, dtype: torch.dtype) -> None:
-    """As CUDA graphs hold them: a row of logits for every place, and requests without a node at the end."""
+def test_nodes_with_padding_behind_them_give_the_same_walk(batch: VerifyInput, dtype: torch.dtype) -> None:
+    """As CUDA graphs hold them: rows of logits that no tree has, and requests without a node at the end."""
     batch = batch._replace(logits=batch.logits.to(dtype))
-    tree, count = batch.tree, len(batch.num_nodes)
-    width = tree.tokens.shape[1]
-    padded = torch.full((count + 1, width, VOCAB_SIZE), torch.nan, dtype=dtype)
-    for row, (start, nodes) in enumerate(zip(batch.starts().tolist(), batch.num_nodes, strict=True)):
-        padded[row, :nodes] = batch.logits[start : start + nodes]
-    tokens, parents = (torch.cat((part, torch.full((1, width), NONE))) for part in (tree.tokens, tree.parents))
+    tree, padding = batch.tree, torch.full((2, VOCAB_SIZE), torch.nan, dtype=dtype)
+    tokens, parents = (torch.nn.functional.pad(part, (0, 0, 0, 1), value=NONE) for part in (tree.tokens, tree.parents))
     options = SamplingBatch.of([*batch.sampling.states, state_of(OPTIONS, size=VOCAB_SIZE)], CPU)
     num_nodes, lengths = torch.cat((tree.num_nodes, torch.tensor([0]))), torch.cat((batch.lengths, torch.tensor([0])))
     made = DraftTree(tokens, parents, num_nodes, tree.max_depth)
     is_sampled = any(state.is_sampled for state in batch.sampling.states)
-    whole = PaddedVerifyInput(padded.flatten(0, 1), made, options, lengths, is_sampled)
+    whole = PaddedVerifyInput(torch.cat((batch.logits, padding)), made, options, lengths, is_sampled)
     walked = TRITON.verify_padded(whole, coupled)
     assert known(walked) == [*known(TORCH.verify(batch)), ([], [])]
 
@@ -61,9 +58,14 @@ def test_trees_in_padded_rows_give_the_same_walk(batch: VerifyInput, dtype: torc
 def test_keys_are_those_of_the_nodes_positions(batch: VerifyInput) -> None:
     tree = batch.tree
     depths = (tree.ancestors().sum(-1) - 1).clamp(max=tree.max_depth)
-    expected = noise_keys(batch.sampling.seeds[:, None], batch.lengths[:, None] + depths).flatten(0, 1)
-    seen = sampling.keys_of_nodes(batch.sampling.seeds, batch.lengths, tree.parents, tree.max_depth)
-    assert torch.equal(seen, expected)
+    expected = noise_keys(batch.sampling.seeds[:, None], batch.lengths[:, None] + depths)
+    total = len(batch.logits)
+    of_trees = (tree.num_nodes, tree.parents, tree.max_depth)
+    most = min(total + 2, tree.tokens.numel())
+    seen, trees = sampling.keys_of_nodes(batch.sampling.seeds, batch.lengths, *of_trees, most)
+    index = RaggedIndex.of(tree.num_nodes, total)
+    assert torch.equal(seen[:total], expected[index.rows, index.offsets])
+    assert trees.tolist() == [*index.rows.tolist(), *[-1] * (most - total)]
 
 
 @st.composite

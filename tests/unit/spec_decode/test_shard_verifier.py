@@ -92,18 +92,16 @@ def test_torchs_operations_agree_on_shards_too(batch: VerifyInput) -> None:
 @settings(max_examples=10)
 def test_requests_without_filters_send_three_numbers_a_node(batch: VerifyInput) -> None:
     _, num_exchanged = verify_on_ranks(2, batch)
-    assert num_exchanged == 2 * 3 * batch.tree.tokens.numel()
+    assert num_exchanged == 2 * 3 * len(batch.logits)
 
 
 @given(st.data(), st.booleans())
 @settings(max_examples=30)
 def test_padded_steps_agree_and_gather_the_logits_for_filters_only(data: st.DataObject, is_filtered: bool) -> None:
     batch = data.draw(inputs(FILTERED) if is_filtered else inputs())
-    tree, states = batch.tree, batch.sampling.states
-    nodes = torch.arange(tree.tokens.shape[1])
-    places = ((tree.num_nodes.cumsum(0) - tree.num_nodes)[:, None] + nodes).clamp(max=len(batch.logits) - 1).flatten()
-    is_sampled = any(state.is_sampled for state in states)
-    whole = PaddedVerifyInput(batch.logits[places], tree, batch.sampling, batch.lengths, is_sampled)
+    is_sampled = any(state.is_sampled for state in batch.sampling.states)
+    logits = torch.cat((batch.logits, torch.zeros(2, VOCAB_SIZE)))  # two rows of padding
+    whole = PaddedVerifyInput(logits, batch.tree, batch.sampling, batch.lengths, is_sampled)
     ranks, num_rows = Ranks(2), -(-VOCAB_SIZE // 2)
 
     def run(rank: int) -> VerifyOutput:
@@ -115,7 +113,7 @@ def test_padded_steps_agree_and_gather_the_logits_for_filters_only(data: st.Data
         outputs = list(pool.map(run, range(2)))
     expected = step_ops(CPU).verify_padded(whole, coupled)
     assert known(outputs[0]) == known(outputs[1]) == known(expected)
-    three_numbers = 2 * 3 * tree.tokens.numel()
+    three_numbers = 2 * 3 * len(logits)
     assert (ranks.num_exchanged == three_numbers) == (not (is_sampled and is_filtered))
 
 

@@ -12,11 +12,9 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
-from torch import Tensor
 
 from specray.ops.cpu.library import kernels
 from specray.ops.sampling_state import SamplingBatch
-from specray.ops.step_tensors import Choices
 from specray.spec_decode.draft_tree import NONE, DraftTree
 from specray.spec_decode.node_sampler import coupled
 from specray.spec_decode.step_ops import KernelStepOps, step_ops
@@ -45,24 +43,16 @@ def verify_chosen(ops: TorchStepOps, batch: VerifyInput) -> Any:
 
 def choose(ops: TorchStepOps, batch: VerifyInput) -> Any:
     """Shards have no filters."""
-    return chosen(batch.tree, ops.choose(without_filters(batch), first_id=3))
-
-
-def choose_padded(ops: TorchStepOps, batch: VerifyInput) -> Any:
-    batch, tree, logits, options, lengths = padded(without_filters(batch))
-    return chosen(tree, ops.choose_padded(logits, tree, options if is_sampled(batch) else None, lengths))
-
-
-def chosen(tree: DraftTree, choices: Choices) -> list[list[int]]:
-    """Tokens, and whether they are finite, at the nodes that a walk may visit."""
+    plain, tree = without_filters(batch), batch.tree
+    found = [ops.choose(plain, first_id=3), ops.choose(padded(plain))]
     nodes = torch.arange(tree.tokens.shape[1])
     is_visited = (nodes < tree.num_nodes[:, None]) & (tree.ancestors().sum(-1) - 1 <= tree.max_depth)
-    return [part.view(is_visited.shape)[is_visited].tolist() for part in (choices.tokens, choices.is_finite)]
+    places = tree.places(len(batch.logits))[is_visited]
+    return [part[places].tolist() for choices in found for part in (choices.tokens, choices.is_finite)]
 
 
 def verify_padded(ops: TorchStepOps, batch: VerifyInput) -> Any:
-    batch, tree, logits, options, lengths = padded(batch)
-    return known(ops.verify_padded(PaddedVerifyInput(logits, tree, options, lengths, is_sampled(batch)), coupled))
+    return known(ops.verify_padded(padded(batch), coupled))
 
 
 def accept(ops: TorchStepOps, batch: VerifyInput) -> Any:
@@ -86,7 +76,7 @@ def table(ops: TorchStepOps, batch: VerifyInput) -> Any:
 
 
 CASES: dict[str, Callable[[TorchStepOps, VerifyInput], Any]] = {
-    each.__name__: each for each in (verify, verify_chosen, choose, choose_padded, verify_padded, accept, table)
+    each.__name__: each for each in (verify, verify_chosen, choose, verify_padded, accept, table)
 }
 ELSEWHERE = {"trees", "release_trees", "await_trees"}  # `test_cpu_steps` and `test_gpu_steps`
 
@@ -100,21 +90,17 @@ def without_filters(batch: VerifyInput) -> VerifyInput:
     return batch._replace(sampling=SamplingBatch.of([state_of(option, size=VOCAB_SIZE) for option in options], CPU))
 
 
-def is_sampled(batch: VerifyInput) -> bool:
-    return any(state.is_sampled for state in batch.sampling.states)
-
-
-def padded(batch: VerifyInput) -> tuple[VerifyInput, DraftTree, Tensor, SamplingBatch, Tensor]:
-    """As CUDA graphs hold a step: a row of logits for every place, and a request without a node at the end."""
+def padded(batch: VerifyInput) -> PaddedVerifyInput:
+    """As CUDA graphs hold a step: rows of padding behind the nodes, and a request without a node at the end."""
     tree, count = batch.tree, len(batch.num_nodes)
-    width = tree.tokens.shape[1]
-    logits = torch.zeros(count + 1, width, VOCAB_SIZE)
-    for row, (start, nodes) in enumerate(zip(batch.starts().tolist(), batch.num_nodes, strict=True)):
-        logits[row, :nodes] = batch.logits[start : start + nodes]
-    tokens, parents = (torch.cat((part, torch.full((1, width), NONE))) for part in (tree.tokens, tree.parents))
+    tokens, parents = (torch.nn.functional.pad(part, (0, 0, 0, 1), value=NONE) for part in (tree.tokens, tree.parents))
     num_nodes, lengths = (torch.cat((part, torch.tensor([0]))) for part in (tree.num_nodes, batch.lengths))
     options = SamplingBatch.of([*batch.sampling.states, state_of(OPTIONS, size=VOCAB_SIZE)], CPU)
-    return batch, DraftTree(tokens, parents, num_nodes, tree.max_depth), logits.flatten(0, 1), options, lengths
+    logits = torch.cat((batch.logits, torch.zeros(count % 3, VOCAB_SIZE)))
+    is_sampled = any(state.is_sampled for state in batch.sampling.states)
+    return PaddedVerifyInput(
+        logits, DraftTree(tokens, parents, num_nodes, tree.max_depth), options, lengths, is_sampled
+    )
 
 
 PAIRS = [(device, name) for device, ops in DEVICES.items() for name in sorted(replaced(ops) - ELSEWHERE)]

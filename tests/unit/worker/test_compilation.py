@@ -52,7 +52,7 @@ def test_sizes_are_those_of_decode_steps(options: dict[str, Any], max_draft_toke
 
 def test_a_drafter_that_connects_later_has_the_trees_of_the_configuration() -> None:
     speculative = SpeculativeConfig(algorithm="EAGLE3", draft_model_path="head", num_draft_tokens=6)
-    assert compiled_sizes(EngineConfig(torch_compile_max_bs=1, speculative=speculative), 0) == [1, 4, 6]
+    assert compiled_sizes(EngineConfig(torch_compile_max_bs=1, speculative=speculative), 0) == [1, 2, 4, 6]
 
 
 @pytest.mark.skipif(kernels() is None, reason="needs a C++ compiler")

@@ -83,7 +83,7 @@ def test_a_drafter_on_a_gpu_of_its_own_takes_nothing_of_the_targets(toy: Path, t
     )
     plain = demand(toy)
     assert (separate.weights, separate.token) == (plain.weights, plain.token)
-    assert separate.dynamic == inline.dynamic < beside.dynamic
+    assert separate.dynamic < inline.dynamic < beside.dynamic  # inline it has graphs
     assert separate.weights < inline.weights == beside.weights
     assert demand(toy, CPU, speculative=speculative, placement="separate").weights == inline.weights
 
@@ -331,5 +331,5 @@ def test_buckets_are_few_and_cover_small_steps(rows: int, nodes: int) -> None:
     assert all(after <= max(2 * before, before + 8) for before, after in pairwise(row_buckets(rows)))
     assert len(node_buckets(nodes)) <= 5
     every = buckets(rows, nodes)
-    assert Bucket(1, nodes) in every
-    assert max(bucket.num_tokens for bucket in every) <= MAX_TOKENS
+    assert Bucket(1, nodes, nodes) in every
+    assert max(bucket.tokens for bucket in every) <= MAX_TOKENS

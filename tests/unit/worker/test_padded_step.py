@@ -10,6 +10,7 @@ from torch import Tensor
 from specray.config import EngineConfig
 from specray.spec_decode.draft_tree import TreeLists
 from specray.step import UNLIMITED, NewRequest, ScheduledRequest, StepPlan
+from specray.worker.buckets import Bucket
 from specray.worker.graph_backend import GraphBackend
 from specray.worker.startup import start_worker
 from specray.worker.worker import NOT_A_NUMBER
@@ -24,6 +25,7 @@ PROMPTS = [[0, 9, 8, 7, 6, 5], [3, 4, 5], [20, 21, 22, 23, 24, 25, 26]]
 @pytest.fixture(autouse=True)
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RecordedGraphs]]:
     monkeypatch.setattr("specray.worker.buckets.row_buckets", lambda most: [most])
+    monkeypatch.setattr("specray.worker.buckets._powers", lambda _, most: [most])
     with recorded_graphs() as graphs:
         yield graphs
 
@@ -99,4 +101,5 @@ def test_the_steps_had_graphs(toy: Path, graphs: list[RecordedGraphs]) -> None:
     driver = Driver(toy)
     driver.prefill([0])
     driver.decode([0])
-    assert {(kind, *bucket) for kind, bucket, *_ in graphs[0].replayed} == {("forward", 3, 13), ("verify", 3, 13)}
+    taken = Bucket(3, 39, 13)
+    assert {(kind, bucket) for kind, bucket, *_ in graphs[0].replayed} == {("forward", taken), ("verify", taken)}

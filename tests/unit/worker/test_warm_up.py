@@ -17,7 +17,7 @@ from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.eagle import EagleDrafter
 from specray.spec_decode.propose_context import ProposeContext
 from specray.step import BucketSeconds
-from specray.worker.buckets import Bucket
+from specray.worker.buckets import draft_buckets
 from specray.worker.graph_backend import GraphBackend
 from specray.worker.remote_drafter import source
 from specray.worker.remote_drafter.source import RemoteDrafts
@@ -114,7 +114,7 @@ def test_buckets_are_timed_before_the_first_request(
     graphs: list[RecordedGraphs],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The budget gets these times, and the request table stays as it was."""
+    """Of steps of equal trees. The budget gets these times, and the request table stays as it was."""
     config = config_of(toy, METHODS["EAGLE3"](toy, tmp_path))
     waits: list[object] = []
 
@@ -128,11 +128,12 @@ def test_buckets_are_timed_before_the_first_request(
     with ready_worker(config, tmp_path, placement) as worker:
         timed = worker.bucket_seconds
         engine = run_requests(worker, config)
-    assert {key[1] for key in graphs[0].captured if key[0] == "forward"} == {Bucket(*each[:2]) for each in timed}  # type: ignore[index]
+    equal = draft_buckets(3, max(each.num_nodes for each in timed))
+    assert {each[:2] for each in timed} == {(1, 1), (2, 1), (3, 1), *((bucket.rows, bucket.nodes) for bucket in equal)}
     assert all(each.target > 0 for each in timed)
     assert all((each.draft > 0) == (placement == "inline" and each.num_nodes > 1) for each in timed)
     assert engine._bucket_seconds == timed
-    kinds = sum(1 + (each.draft > 0) for each in timed)
+    kinds = sum(key[0] == "forward" for key in graphs[0].captured) + sum(each.draft > 0 for each in timed)  # type: ignore[index]
     assert len(waits) == 4 * kinds, "the device ends before each of two times, and after it"
 
 
