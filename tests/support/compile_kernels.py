@@ -59,7 +59,7 @@ POINTERS = {
     "block_pairs": "*i32",
     **dict.fromkeys(("sinks", "temperature", "lowest", "top_p", "min_p"), "*fp32"),
     **dict.fromkeys(("mask", "keys", "best", "best_ids", "scores"), "*i32"),
-    **dict.fromkeys(("trees", "lens", "num_nodes", "seeds", "lengths", "parents", "drafts", "states"), "*i64"),
+    **dict.fromkeys(("trees", "lens", "num_nodes", "seeds", "lengths", "parents", "drafts", "starts"), "*i64"),
     **dict.fromkeys(("tokens", "path", "chosen", "top_k", "nodes", "counts"), "*i64"),
     "is_finite": "*i8",
     "quantised": "*fp8e4nv",

@@ -68,8 +68,8 @@ class TritonAttention:
             size, num_paths = _queries_of(_tile_rows(of_tile, group), group), min(of_tile, _ANY_NUMBER)
             launch = _Launch(len(batch.rows) // width * -(-width // size), of_tile, num_paths)
             if batch.row_lens is not None:
-                tiles = _ragged_tiles(batch, batch.row_lens, size)
-                launch = launch._replace(num_tiles=len(tiles), tiles=tiles, num_full=-(-len(batch.rows) // size))
+                tiles = _ragged_tiles(batch, batch.row_lens, of_tile)
+                launch = launch._replace(num_tiles=len(tiles), tiles=tiles, num_full=-(-len(batch.rows) // of_tile))
             launches[group] = [launch]
         return TritonAttend(self, launches, slots, batch.slot_mapping, num_chunks, batch)
 

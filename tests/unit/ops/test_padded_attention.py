@@ -1,7 +1,7 @@
 """Attention of padded batches against float64, and with the bits of the same trees in a ragged batch."""
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -118,8 +118,15 @@ def test_a_padded_batch_has_the_bits_of_a_ragged_one(enough_programs: int) -> No
 @pytest.mark.parametrize("lens", [[4, 1, 3], [1, 1, 1], [0, 4, 2], [4, 4, 0]])
 @pytest.mark.parametrize("num_padding", [0, 1, 5])
 def test_rows_of_any_length_have_the_bits_of_equal_ones(
-    lens: list[int], num_padding: int, enough_programs: int
+    lens: list[int], num_padding: int, enough_programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    empty = torch.empty
+
+    def nans(*size: Any, **options: Any) -> Tensor:
+        made = empty(*size, **options)
+        return made.fill_(torch.nan) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch, "empty", nans)
     case = make_case(has_padding=False)
     backend = TritonAttention(case.pool.clone(), KV_HEADS * GROUP)
     backend.enough_programs = enough_programs
