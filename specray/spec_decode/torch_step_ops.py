@@ -303,7 +303,7 @@ class TorchTable:
             part[:count, :width].copy_(values)
 
     def tree_input(self, slots: Tensor, tree: DraftTree, padding_kv_slot: int, kept: Tensor, total: int) -> TreeInput:
-        """The input of the target, of `total` tokens, which the trees have at most, and B * N at least.
+        """The input of the target, of `total` tokens: at least the nodes of all trees, at most B * N.
 
         `kept` int64 [B, 2 + N], contiguous, becomes known tokens, the places of the roots, and the KV slots of nodes.
         """

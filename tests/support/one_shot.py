@@ -43,15 +43,8 @@ class OneShotGroup(RankGroup):
     sums = ""
     num_bytes = 1 << 20
 
-    def __init__(
-        self,
-        rank: int = 0,
-        size: int = 1,
-        init_method: str | None = None,
-        device: torch.device | None = None,
-        deterministic: bool = False,
-    ) -> None:
-        super().__init__(rank, size, init_method, device, deterministic)
+    def __init__(self, rank: int = 0, size: int = 1, init_method: str | None = None, *options: Any) -> None:
+        super().__init__(rank, size, init_method, *options)
         if size > 1:
             patch_interpreter()
             MappedBuffers.folder = Path(f"{init_method}-memory".removeprefix("file://"))

@@ -159,10 +159,8 @@ class Curve:
             return np.ones(np.shape(count))
         if self._fit is None:
             counts = sorted(self._seconds)
-            self._fit = (
-                counts,
-                rising([(self._seconds[count], max(LEAST_WEIGHT, self._weight(count))) for count in counts]),
-            )
+            averages = [(self._seconds[count], max(LEAST_WEIGHT, self._weight(count))) for count in counts]
+            self._fit = counts, rising(averages)
         counts, seconds = self._fit
         slope = 0.0 if len(counts) < 2 else (seconds[-1] - seconds[-2]) / (counts[-1] - counts[-2])
         beyond = np.maximum(0.0, np.asarray(count) - counts[-1])
