@@ -1,8 +1,8 @@
 """The budget of steps in CUDA graphs, whose costs are measured before the first request.
 
-Graphs pad a step to the smallest bucket that it fits in, so a step costs what its bucket does. All requests get equally
-many drafts, as many as the bucket with the most tokens per second has. Scores are not requested, because the host would
-have to cut trees by them, and a step could not begin before the outcome of the last one.
+Graphs pad a step to the smallest bucket with room for all its nodes, so a step costs what its bucket does. All requests
+get equally many drafts, as many as the bucket with the most tokens per second has. Scores are not requested, because
+the host would have to cut trees by them, and a step could not begin before the outcome of the last one.
 """
 
 from collections.abc import Sequence
@@ -37,14 +37,16 @@ class BucketCosts:
         return [nodes - 1 for nodes in self._num_nodes[self._rows(num_requests)]]
 
     def seconds(self, num_requests: int, num_drafts: int) -> float:
-        """The expected time of a step in which the largest tree has so many drafts."""
+        """The expected time of a step in which each tree has so many drafts."""
         curve, nodes, more = self._bucket(num_requests, num_drafts)
         return float(self._pace * more * curve.at(nodes))
 
     def observe(self, shape: StepShape, seconds: float) -> None:
         """Learn from a step: what its bucket costs beside others, and how slow all have become."""
-        curve, nodes, more = self._bucket(shape.num_requests, shape.most_drafts)
-        usual = self.seconds(shape.num_requests, shape.most_drafts)
+        # Trees may differ, and the number of all nodes counts: equal trees of the mean size have as many.
+        drafts = max(min(1, shape.most_drafts), -(-shape.num_drafts // shape.num_requests))
+        curve, nodes, more = self._bucket(shape.num_requests, drafts)
+        usual = self.seconds(shape.num_requests, drafts)
         deviation = seconds / usual
         counted = CLIP / max(CLIP, deviation)
         curve.observe(nodes, counted * seconds / (self._pace * more))

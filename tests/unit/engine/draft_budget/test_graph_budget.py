@@ -126,6 +126,19 @@ def test_costs_follow_what_steps_take() -> None:
     assert costs.seconds(1, 0) > 1.5 * seconds(1, 1)
 
 
+def test_a_step_of_unequal_trees_costs_what_all_their_nodes_do() -> None:
+    """Eight whole trees among 64 said that a step of 64 whole trees is nearly as fast as a plain one."""
+    costs = BucketCosts(BUCKETS)
+    whole = costs.seconds(64, MOST)
+    for _ in range(200):
+        costs.observe(StepShape(64, 8 * MOST, MOST), costs.seconds(64, 1))
+    assert costs.seconds(64, MOST) == pytest.approx(whole)
+    drafted, plain = costs.seconds(64, 1), costs.seconds(64, 0)
+    for _ in range(100):  # no tree came in time, but the drafter ran
+        costs.observe(StepShape(64, 0, MOST), 2 * drafted)
+    assert costs.seconds(64, 1) / costs.seconds(64, 0) > 1.5 * drafted / plain
+
+
 @pytest.mark.parametrize(
     ("options", "learns"), [({}, True), ({"budget": "static"}, False), ({"verification": "rejection"}, False)]
 )
