@@ -281,8 +281,8 @@ MUTANTS = (
     Mutant(
         "graphs of states: those stored behind accepted drafts are stored a token too late",
         "specray/worker/state_pool.py",
-        "self._copies[:count, 1 : 1 + nodes.shape[1]]",
-        "self._copies[:count, : nodes.shape[1]]",
+        "self._copies[:count, 1 : 1 + width]",
+        "self._copies[:count, :width]",
         IN_GRAPHS,
     ),
     Mutant(

@@ -139,7 +139,7 @@ class PaddedStep:
         if bucket.nodes > 1:
             self._kv.commit(kept[:, 2:], verified.outcome)
             if self._states is not None:
-                self._states.commit(*self._state_slots(slots), verified.outcome, kept[:, 1])
+                self._states.commit(*self._state_slots(slots), verified.outcome, kept[:, 1], bucket.tokens)
         self._ops.commit(slots, verified.outcome, outcome)
 
     def draft(self, bucket: Bucket, drafter: DeviceDrafter, is_sampled: bool) -> None:

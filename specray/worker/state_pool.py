@@ -96,10 +96,8 @@ class PaddedStates:
         """
         count, width = tree.tokens.shape
         sees = tree.ancestors() if width > 1 else None
-        places, index = tree.places(total), RaggedIndex.of(tree.num_nodes, total)
-        nodes = index.rows * width + index.offsets.clamp(max=width - 1)
-        copies, is_fresh = self._copies[:count, :width], lengths <= 1
-        rows = PaddedStateRows(slots, is_request.long(), is_fresh, tree.parents, copies, sees, (places, nodes))
+        copies, is_fresh, places = self._copies[:count, :width], lengths <= 1, _places(tree.num_nodes, width, total)
+        rows = PaddedStateRows(slots, is_request.long(), is_fresh, tree.parents, copies, sees, places)
         self._operations = []
         return StatefulAttend(attend, _PaddedPass(self, rows))
 
@@ -110,20 +108,30 @@ class PaddedStates:
         torch.cat(list(inputs), 1, out=self._inputs[place][: rows.total])
         return operation(inputs, self._pools[place], rows)
 
-    def commit(self, slots: Tensor, is_request: Tensor, outcome: Tensor, starts: Tensor) -> None:
+    def commit(self, slots: Tensor, is_request: Tensor, outcome: Tensor, starts: Tensor, total: int) -> None:
         """Bring the states behind the accepted drafts of trees; `outcome` is that of StepOutput.
 
-        `starts` int64 [R] are the places of the trees' roots among the nodes of all.
+        `starts` int64 [R] are the places of the trees' roots among the nodes of all, `total` at most.
         """
         count = len(slots)
         num_accepted = torch.where(is_request, num_kept(outcome) - 1, 0).clamp(min=0)
         nodes = nodes_of(outcome)[:, 1:]
-        places = (starts[:, None] + nodes).flatten()
-        chain = torch.arange(-1, nodes.shape[1] - 1, device=slots.device).expand(count, -1)
-        is_fresh = torch.zeros_like(is_request)
-        rows = PaddedStateRows(slots, num_accepted, is_fresh, chain, self._copies[:count, 1 : 1 + nodes.shape[1]])
+        width = nodes.shape[1]
+        places = _places(num_accepted, width, total)
+        accepted = (starts[:, None] + nodes).flatten().index_select(0, places[1])
+        chain = torch.arange(-1, width - 1, device=slots.device).expand(count, -1)
+        is_fresh, copies = torch.zeros_like(is_request), self._copies[:count, 1 : 1 + width]
+        rows = PaddedStateRows(slots, num_accepted, is_fresh, chain, copies, places=places)
         for (operation, widths), inputs, pool in zip(self._operations, self._inputs, self._pools, strict=True):
-            operation(inputs.index_select(0, places).split_with_sizes(widths, 1), pool, rows)
+            operation(inputs.index_select(0, accepted).split_with_sizes(widths, 1), pool, rows)
+
+
+def _places(lengths: Tensor, width: int, total: int) -> tuple[Tensor, Tensor]:
+    """`PaddedStateRows.places` of `lengths` int64 [R] rows, one request after the other, with room for `total`."""
+    index = RaggedIndex.of(lengths, total)
+    starts, offset = lengths.cumsum(0) - lengths, torch.arange(width, device=lengths.device)
+    of_rows = (starts[:, None] + offset).clamp(max=total - 1)
+    return of_rows, index.rows * width + index.offsets.clamp(max=width - 1)
 
 
 class _PaddedPass:

@@ -51,7 +51,7 @@ class TritonAttention:
                 most, is_prompt = int(part[:, 1].max()), place % 2 == 0
                 num_paths = min(most, _ANY_NUMBER) if has_paths and not is_prompt else 0
                 launches.setdefault(self._groups[place // 2], []).append(
-                    _Launch(len(part), most, num_paths, tiles, can_split=not is_prompt)
+                    _Launch(len(part), int(part[:, 1].sum()), most, num_paths, tiles, can_split=not is_prompt)
                 )
         paths, lengths = _paths(batch) if has_paths else (batch.kv_slots, copied)
         num_chunks = -(-max(batch.kv_lens) // CHUNK)
@@ -66,11 +66,12 @@ class TritonAttention:
         for group in self._groups:
             of_tile = min(width, _most_queries(group))
             size, num_paths = _queries_of(_tile_rows(of_tile, group), group), min(of_tile, _ANY_NUMBER)
-            launch = _Launch(len(batch.rows) // width * -(-width // size), of_tile, num_paths)
+            total, tiles, num_full = len(batch.rows), None, None
+            num_tiles = total // width * -(-width // size)
             if batch.row_lens is not None:
-                tiles = _ragged_tiles(batch, batch.row_lens, of_tile)
-                launch = launch._replace(num_tiles=len(tiles), tiles=tiles, num_full=-(-len(batch.rows) // of_tile))
-            launches[group] = [launch]
+                tiles, num_full = _ragged_tiles(batch, batch.row_lens, of_tile), -(-total // of_tile)
+                num_tiles = len(tiles)
+            launches[group] = [_Launch(num_tiles, total, of_tile, num_paths, tiles, num_full=num_full)]
         return TritonAttend(self, launches, slots, batch.slot_mapping, num_chunks, batch)
 
 
@@ -78,11 +79,12 @@ class _Launch(NamedTuple):
     """Tiles that are computed together."""
 
     num_tiles: int
+    num_queries: int  # of all tiles
     most_queries: int  # of a tile
     num_paths: int  # PATHS of the kernels
     tiles: Tensor | None = None  # see `_tiles_of`; None: those of a PaddedBatch of equal rows
     can_split: bool = True  # whether several programs may share a tile's chunks
-    num_full: int | None = None  # tiles that are not empty, at least; None: all
+    num_full: int | None = None  # the fewest tiles that can have queries; None: all do
 
 
 class TritonAttend:
@@ -131,13 +133,13 @@ class TritonAttend:
         num_chunks = self._num_chunks  # that a query attends to at most
         if window:
             num_chunks = min(num_chunks, 1 + -(-window // CHUNK))
-        partial_bytes = 4 * self._num_chunks * num_tiles * queries * heads * (dim + 2)
+        partial_bytes = 4 * self._num_chunks * launch.num_queries * heads * (dim + 2)
         splits = launch.can_split and num_chunks > 1 and programs < backend.enough_programs
         splits = splits and partial_bytes <= _MOST_PARTIAL_BYTES
         sharing = min(num_chunks, -(-backend.enough_programs // programs)) if splits else 1  # programs of a tile
         mixed = sums = out
         if splits:
-            size = self._num_chunks, num_tiles * queries, heads
+            size = self._num_chunks, launch.num_queries, heads
             mixed = torch.empty(*size, dim, dtype=torch.float32, device=q.device)
             sums = torch.empty(*size, 2, dtype=torch.float32, device=q.device)
         batch = None if launch.tiles is not None else self._padded
@@ -165,6 +167,7 @@ class TritonAttend:
             self._path_lengths,
             sinks,
             width,
+            launch.num_queries,
             q.stride(0),
             pool.stride(0),
             self._kv_slots.stride(0),
@@ -197,6 +200,7 @@ class TritonAttend:
                 self._path_lengths,
                 sinks,
                 width,
+                launch.num_queries,
                 self._paths.stride(0),
                 HEADS=heads,
                 HEADS_PADDED=triton.next_power_of_2(heads),
@@ -292,7 +296,7 @@ def _ragged_tiles(batch: PaddedBatch, row_lens: Tensor, most: int) -> Tensor:
     num_rows, total = len(row_lens), len(batch.rows)
     with_padding = num_rows + 1
     count = min(total, with_padding + max(0, total - with_padding) // most)  # if each row has a query
-    tiles = torch.empty(count, 5, dtype=torch.int32, device=row_lens.device)
+    tiles = torch.empty(count, 6, dtype=torch.int32, device=row_lens.device)
     tile_rows[(with_padding,)](
         tiles, row_lens, batch.rows, batch.prefix_lens, num_rows, total, count, QUERIES=most, num_warps=1
     )
@@ -300,11 +304,13 @@ def _ragged_tiles(batch: PaddedBatch, row_lens: Tensor, most: int) -> Tensor:
 
 
 def _tiles_of(tiles: list[tuple[int, int, int, int, int]]) -> np.ndarray:
-    """int32 [n, 5]: first query, number of queries, request, a position, and the first node or -1.
+    """int32 [n, 6]: first query, number of queries, request, a position, the first node or -1, and earlier queries.
 
-    The position is that of the first query or, of nodes, of the first key of their paths.
+    The position is that of the first query or, of nodes, of the first key of their paths. Earlier queries are those of
+    the tiles before.
     """
-    return np.array(tiles, dtype=np.int32).reshape(-1, 5)
+    made = np.array(tiles, dtype=np.int32).reshape(-1, 5)
+    return np.column_stack((made, made[:, 1].cumsum(dtype=np.int32) - made[:, 1]))
 
 
 def _paths(batch: AttentionBatch) -> tuple[Tensor, Tensor]:

@@ -61,20 +61,22 @@ def _chunks(first_position, last_position, WINDOW: tl.constexpr, CHUNK: tl.const
 
 @triton.jit
 def _tile_of(tiles, rows, prefix_lens, row_width, QUERIES: tl.constexpr, PADDED: tl.constexpr):
-    """A program's tile: (first query, number of queries, row of `kv_slots`, a position, first node or -1).
+    """A program's tile: (first query, number of queries, row of `kv_slots`, a position, first node or -1, partials).
 
-    The position is that of the first query or, of nodes, of the first keys of their paths.
+    The position is that of the first query or, of nodes, of the first keys of their paths. Its partial sums are those
+    from number `partials` on of each chunk.
     """
     if PADDED:
         of_row = (row_width + QUERIES - 1) // QUERIES
         place = tl.program_id(0) % of_row * QUERIES
         first, count = tl.program_id(0) // of_row * row_width + place, tl.minimum(QUERIES, row_width - place)
         request, base, node = tl.load(rows + first), tl.load(prefix_lens + first).to(tl.int32), first.to(tl.int64)
+        partials = first
     else:
-        tile = tiles + tl.program_id(0) * 5
+        tile = tiles + tl.program_id(0) * 6
         first, count, request = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2).to(tl.int64)
-        base, node = tl.load(tile + 3), tl.load(tile + 4).to(tl.int64)
-    return first, count, request, base, node
+        base, node, partials = tl.load(tile + 3), tl.load(tile + 4).to(tl.int64), tl.load(tile + 5)
+    return first, count, request, base, node, partials
 
 
 @triton.jit
@@ -93,7 +95,7 @@ def _ends_of(paths, path_lengths, node, is_node, paths_width, PATHS: tl.constexp
 
 @triton.jit
 def tile_rows(
-    tiles,  # int32 [tiles, 5]: see `specray.ops.gpu.attention`
+    tiles,  # int32 [tiles, 6]: see `specray.ops.gpu.attention`
     lens,  # int64 [R]: queries of each row, which follow each other row by row
     rows,  # int64 [T], like the next: see PaddedBatch
     prefix_lens,
@@ -108,25 +110,26 @@ def tile_rows(
     count = tl.load(lens + row, mask=row < num_rows, other=0)
     count = tl.where(row < num_rows, count, num_queries - first)
     for begin in range(0, count, QUERIES):
-        out = tiles + (tile + begin // QUERIES) * 5
+        out = tiles + (tile + begin // QUERIES) * 6
         tl.store(out, (first + begin).to(tl.int32))
         tl.store(out + 1, tl.minimum(QUERIES, count - begin).to(tl.int32))
         tl.store(out + 2, tl.load(rows + first).to(tl.int32))
         tl.store(out + 3, tl.load(prefix_lens + first).to(tl.int32))
         tl.store(out + 4, (first + begin).to(tl.int32))
+        tl.store(out + 5, (first + begin).to(tl.int32))
     tile += (count + QUERIES - 1) // QUERIES
     for empty in range(tl.where(row < num_rows, num_tiles, tile), num_tiles):
-        tl.store(tiles + empty * 5 + tl.arange(0, 8), 0, mask=tl.arange(0, 8) < 5)
+        tl.store(tiles + empty * 6 + tl.arange(0, 8), 0, mask=tl.arange(0, 8) < 6)
 
 
-@triton.jit(do_not_specialize=["row_width", "slots_width", "paths_width"])  # they change from step to step
+@triton.jit(do_not_specialize=["row_width", "num_partials", "slots_width", "paths_width"])  # they change at each step
 def attend_tiles(
     out,  # [T, heads, DIM]; unused with SPLIT
-    partial_mixed,  # float32 [chunks, tiles * QUERIES, heads, DIM]; unused without SPLIT, like the next
-    partial_sums,  # float32 [chunks, tiles * QUERIES, heads, 2]: largest score and sum of weights
+    partial_mixed,  # float32 [chunks, num_partials, heads, DIM]; unused without SPLIT, like the next
+    partial_sums,  # float32 [chunks, num_partials, heads, 2]: largest score and sum of weights
     q,  # [T, heads, DIM], contiguous in its last two dimensions
     pool,  # one layer [slots, 2, KV_HEADS, DIM], contiguous in its last three dimensions; with MANTISSA uint8
-    tiles,  # int32 [tiles, 5]: see `specray.ops.gpu.attention`; unused with PADDED
+    tiles,  # int32 [tiles, 6]: see `specray.ops.gpu.attention`; unused with PADDED
     rows,  # int64 [T], with PADDED: see PaddedBatch, whose query t is node t
     prefix_lens,  # int64 [T], with PADDED
     kv_slots,  # int32 or int64 [any, slots_width]: row `request` of a tile
@@ -134,6 +137,7 @@ def attend_tiles(
     path_lengths,  # int64 [nodes]; likewise
     sinks,  # float32 [heads]; unused without HAS_SINKS
     row_width,  # with PADDED, consecutive queries of a row
+    num_partials,  # queries of all tiles
     q_stride,
     slot_stride,  # of the pool
     slots_width,
@@ -160,7 +164,7 @@ def attend_tiles(
 ):
     wait_for_kernels_before(EARLY)
     kv_head = tl.program_id(1)
-    first, count, request, base, node = _tile_of(tiles, rows, prefix_lens, row_width, QUERIES, PADDED)
+    first, count, request, base, node, partials = _tile_of(tiles, rows, prefix_lens, row_width, QUERIES, PADDED)
     row = tl.arange(0, ROWS)
     query, head = row // GROUP, kv_head * GROUP + row % GROUP
     is_row, is_node = query < count, node >= 0
@@ -256,8 +260,7 @@ def attend_tiles(
                 new_mixed = tl.where(is_updated[:, None], new_mixed, chunk_mixed)
             chunk_top, chunk_total, chunk_mixed = new_top, new_total, new_mixed
         if SPLIT:
-            part = chunk * tl.num_programs(0) + tl.program_id(0)
-            place = (part.to(tl.int64) * QUERIES + query) * heads + head
+            place = (chunk * num_partials + partials + query).to(tl.int64) * heads + head
             tl.store(partial_sums + place * 2, chunk_top, mask=is_row)
             tl.store(partial_sums + place * 2 + 1, chunk_total, mask=is_row)
             tl.store(partial_mixed + place[:, None] * DIM + column, chunk_mixed, mask=is_row[:, None] & is_column)
@@ -270,7 +273,7 @@ def attend_tiles(
         tl.store(out + place[:, None] * DIM + column, result.to(out.dtype.element_ty), mask=is_row[:, None] & is_column)
 
 
-@triton.jit(do_not_specialize=["row_width", "paths_width"])
+@triton.jit(do_not_specialize=["row_width", "num_partials", "paths_width"])
 def merge_chunks(
     out,
     partial_mixed,
@@ -282,6 +285,7 @@ def merge_chunks(
     path_lengths,
     sinks,
     row_width,
+    num_partials,
     paths_width,
     HEADS: tl.constexpr,
     HEADS_PADDED: tl.constexpr,
@@ -298,7 +302,7 @@ def merge_chunks(
     """Combine the chunks of one query of a tile, all heads at once; the arguments are those of `attend_tiles`."""
     wait_for_kernels_before(EARLY)
     query = tl.program_id(1)
-    first, count, _, base, node = _tile_of(tiles, rows, prefix_lens, row_width, QUERIES, PADDED)
+    first, count, _, base, node, partials = _tile_of(tiles, rows, prefix_lens, row_width, QUERIES, PADDED)
     if query < count:
         position = base + query
         if PATHS > 0:
@@ -310,8 +314,7 @@ def merge_chunks(
         top, total = _start(sinks, head, is_head, HAS_SINKS)
         mixed = tl.zeros([HEADS_PADDED, DIM_PADDED], tl.float32)
         for chunk in range(begin, end):
-            part = chunk * tl.num_programs(0) + tl.program_id(0)
-            place = (part.to(tl.int64) * QUERIES + query) * HEADS + head
+            place = (chunk * num_partials + partials + query).to(tl.int64) * HEADS + head
             chunk_top = tl.load(partial_sums + place * 2, mask=is_head, other=float("-inf"))
             chunk_total = tl.load(partial_sums + place * 2 + 1, mask=is_head, other=0.0)
             is_value = is_head[:, None] & is_column

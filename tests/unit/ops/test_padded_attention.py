@@ -120,10 +120,11 @@ def test_a_padded_batch_has_the_bits_of_a_ragged_one(enough_programs: int) -> No
 def test_rows_of_any_length_have_the_bits_of_equal_ones(
     lens: list[int], num_padding: int, enough_programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    empty = torch.empty
+    empty, sizes = torch.empty, list[torch.Size]()
 
     def nans(*size: Any, **options: Any) -> Tensor:
         made = empty(*size, **options)
+        sizes.append(made.shape)
         return made.fill_(torch.nan) if made.is_floating_point() else made
 
     monkeypatch.setattr(torch, "empty", nans)
@@ -142,6 +143,9 @@ def test_rows_of_any_length_have_the_bits_of_equal_ones(
     made = PaddedBatch(*parts, ragged(batch.path_lengths, 1), written, NODES, torch.tensor(lens))
     backend = TritonAttention(case.pool.clone(), KV_HEADS * GROUP)
     backend.enough_programs = enough_programs
+    sizes.clear()
     found = backend.plan_padded(made)(0, ragged(case.q, 1.0), ragged(case.kv, torch.nan))
+    partials = {size[1] for size in sizes if len(size) == 4}
+    assert partials == ({len(nodes) + num_padding} if enough_programs else set()), "partial sums of each query, once"
     assert torch.equal(found[: len(nodes)], expected[nodes])
     assert found.isfinite().all()

@@ -135,8 +135,8 @@ def test_a_step_of_unequal_trees_costs_what_all_their_nodes_do() -> None:
     assert costs.seconds(64, MOST) == pytest.approx(whole)
     drafted, plain = costs.seconds(64, 1), costs.seconds(64, 0)
     for _ in range(100):  # no tree came in time, but the drafter ran
-        costs.observe(StepShape(64, 0, MOST), 2 * drafted)
-    assert costs.seconds(64, 1) / costs.seconds(64, 0) > 1.5 * drafted / plain
+        costs.observe(StepShape(64, 0, MOST), drafted)
+    assert costs.seconds(64, 0) == pytest.approx(plain)
 
 
 @pytest.mark.parametrize(
