@@ -105,7 +105,7 @@ def audits(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
             while llm.engine.has_work:
                 llm.engine.step()
             whole[name].append(time.process_time() - start)
-    share = f"audits of {AUDITED_SHARE:.0%} of the requests, EAGLE-3, one at a time"
+    share = f"audits of {AUDITED_SHARE:.0%} of the requests, EAGLE-3"
     yield _audit_cost(f"{share}: more CPU time of the requests", busy)
     yield _audit_cost(f"{share}: more CPU time, that of the audits included", whole)
     found = sum(stats.labelled["specray_audit_mismatches_total"].values())

@@ -3,7 +3,8 @@
 One seed gives one text whatever drafts it. Tests show that for the drafters and machines that they run on; an audit
 shows it for the requests that a server answers. An audit shares no KV with other requests, changes no statistics but
 its own, and makes way for any other request: it continues later, after the tokens that were compared. It computes its
-tokens so far again then, so audits do not begin in the short pauses between the requests of a busy server.
+tokens so far again then, so audits do not begin in the short pauses between the requests of a busy server. Several run
+at once, because steps of a few requests without drafts cost little more than those of one.
 """
 
 import logging
@@ -21,6 +22,7 @@ from specray.outputs import FinishReason, RequestOutput
 from specray.step import DraftLimit
 
 MAX_PENDING = 16  # finished requests that wait for an audit; further ones are not sampled
+MAX_RUNNING = 4  # audits that are computed at once
 IDLE_S = 0.25  # since a client's last request, before an audit begins
 
 logger = logging.getLogger(__name__)
@@ -60,7 +62,7 @@ class Audit:
 
 
 class Auditor:
-    """The requests to be audited, at most one of which is computed at a time. Used in the engine's thread."""
+    """The requests to be audited. Used in the engine's thread."""
 
     def __init__(
         self,
@@ -70,7 +72,7 @@ class Auditor:
         on_mismatch: Callable[[Request, str, list[int]], object],
         idle_s: float = IDLE_S,
     ) -> None:
-        """Sample `share` of the requests, 0 to 1, and compute one when no client's request was there for `idle_s`.
+        """Sample `share` of the requests, 0 to 1, and compute them when no client's request was there for `idle_s`.
 
         `on_mismatch` is called with a request whose text depended on its drafts, its drafter, and the tokens without
         drafts, up to the first that differs.
@@ -83,12 +85,12 @@ class Auditor:
         self._not_before = 0.0
         self._pending: deque[Audit] = deque()
         self._numbers = count()
-        self.running: Audit | None = None
+        self.running: dict[str, Audit] = {}  # by the IDs of the requests that compute them
 
     @property
     def wait_s(self) -> float | None:
         """Seconds until there is something to compute, if no client's request arrives; None if there is nothing."""
-        if self.running is not None:
+        if self.running:
             return 0.0
         return max(0.0, self._not_before - time.monotonic()) if self._pending else None
 
@@ -110,19 +112,19 @@ class Auditor:
             self._pending.append(Audit(request, name, f"audit-{next(self._numbers)}", expected, []))
 
     def start(self) -> EngineRequest | None:
-        """The request to compute now; None if there is none, or a client's has ended a moment ago."""
-        assert self.running is None
-        if self.wait_s != 0.0:
+        """One more request to compute now; None if there is none, or a client's has ended a moment ago."""
+        if not self._pending or self.wait_s or len(self.running) == MAX_RUNNING:
             return None
-        self.running = self._pending.popleft()
-        return self.running.spec
+        audit = self._pending.popleft()
+        self.running[audit.request_id] = audit
+        return audit.spec
 
     def take(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
         """Compare what was computed again; returns the other outputs."""
         others = []
         for output in outputs:
-            if self.running is not None and output.request_id == self.running.request_id:
-                self._compare(self.running, output)
+            if (audit := self.running.get(output.request_id)) is not None:
+                self._compare(audit, output)
             else:
                 others.append(output)
         return others
@@ -137,7 +139,7 @@ class Auditor:
             self._report(audit)
         if ended is None:
             return
-        self.running = None
+        del self.running[audit.request_id]
         if is_complete or audit.is_over:
             self._stats.add("specray_audit_requests_total")
         elif ended is FinishReason.ABORT:  # it made way

@@ -181,13 +181,11 @@ class Engine:
         return True
 
     def _audit(self, auditor: Auditor) -> None:
-        """Begin an audit while no client's request is there, and end it when one is, or when it has its result."""
-        audit, is_idle = auditor.running, all(request.spec.is_probe for request in self._requests.values())
-        if audit is None:
-            if is_idle and (spec := auditor.start()) is not None:
-                self.enqueue(spec)
-        elif (audit.is_over or not is_idle) and (request := self._requests.get(audit.request_id)) is not None:
-            self._pending_outputs.append(self._end(request, FinishReason.ABORT))
+        """Begin an audit while no client's request is there, and end those that have their results, or all of them."""
+        is_idle = all(request.spec.is_probe for request in self._requests.values())
+        self.abort([name for name, audit in auditor.running.items() if audit.is_over or not is_idle])
+        if is_idle and not self.scheduler.waiting and (spec := auditor.start()) is not None:
+            self.enqueue(spec)
 
     def _end_overdue(self) -> None:
         """Abort running and waiting requests past their deadline, in case their caller no longer can."""
