@@ -92,7 +92,7 @@ def audits(effort: Effort, wanted: set[str]) -> Iterator[Figure]:
     assert len(prompts) < MAX_PENDING, "all are audited, and the one that warms up"
     engines = {name: plain.with_speculative(served(EAGLE3)) for name in (WITHOUT, AUDITED)}
     stats = engines[AUDITED].engine.stats
-    engines[AUDITED].engine.auditor = Auditor(1.0, stats, Random(0), lambda *_: None)
+    engines[AUDITED].engine.requests.auditor = Auditor(1.0, stats, Random(0), lambda *_: None)
     busy: dict[str, list[float]] = defaultdict(list)
     whole: dict[str, list[float]] = defaultdict(list)
     for number in range(effort.rounds):
@@ -145,9 +145,9 @@ def _logged(plain: LLM, prompts: Sequence[Prompt], settings: Settings) -> list[L
     """The request log of plain decoding."""
     with TemporaryDirectory() as folder:
         log = RequestLog(Path(folder), [EVERY_TENANT], LOG_BYTES, is_redacted=False)
-        plain.engine.on_finish = lambda request: log.add(request, plain.engine.drafter_name)
+        plain.engine.requests.on_finish = lambda request: log.add(request, plain.engine.drafter.name)
         compare([EngineVariant(PLAIN, plain)], prompts, plain.tokenizer, settings)
-        plain.engine.on_finish = None
+        plain.engine.requests.on_finish = None
         log.close()
         return read_logs([log.path], None)[1:]  # the first one is the warm-up's
 

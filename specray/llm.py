@@ -212,7 +212,7 @@ class LLM:
                     if output.finish_reason is FinishReason.ERROR and failed is None:
                         failed = output
                         waiting.clear()
-                        self.engine.abort(choices)
+                        self.engine.requests.abort(choices)
         if failed is not None and failed.error in REQUEST_ERRORS:
             raise InvalidRequestError(f"{failed.request_id}: {failed.error}", "grammar")
         if failed is not None:

@@ -173,7 +173,7 @@ def _measure(engine: Engine, setting: Setting, variant: Variant, place: str, bat
     for _ in range(setting.num_steps):
         num_tokens += sum(len(output.token_ids) for output in engine.step())
     seconds = time.perf_counter() - start
-    engine.abort(names)
+    engine.requests.abort(names)
     while engine.has_work:
         engine.step()
     return Served(variant, place, batch_size, num_tokens / seconds, 1e3 * seconds / setting.num_steps)

@@ -74,10 +74,10 @@ class Router:
         self._loop = asyncio.get_running_loop()
         self._request_log = _request_log(config.server)
         if (log := self._request_log) is not None:
-            engine.on_finish = lambda request: log.add(request, engine.drafter_name)
+            engine.requests.on_finish = lambda request: log.add(request, engine.drafter.name)
         if config.server.audit and _can_audit(engine):
             keep = log.add if log is not None else lambda *_: None
-            engine.auditor = Auditor(config.server.audit, engine.stats, Random(), keep)
+            engine.requests.auditor = Auditor(config.server.audit, engine.stats, Random(), keep)
         self._engine = AsyncEngine(engine, self._deliver_from_thread, config.server.stream_interval_ms / 1000)
         self._connections = Connections(self._engine.abort, config.server.metrics_interval_s)
         self._info = _info(config, engine, self._executor)

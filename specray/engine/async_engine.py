@@ -85,16 +85,16 @@ class AsyncEngine:
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests early, with finish reason `abort`. Unknown or finished ids are ignored."""
         ended = list(request_ids)
-        self._call(lambda: self._engine.abort(ended))
+        self._call(lambda: self._engine.requests.abort(ended))
 
     def draft_with(self, speculative: SpeculativeConfig, max_draft_tokens: int) -> None:
         """Plan for another drafter from the next step on. The caller waits while learnt costs are read from disk."""
-        budget = self._engine.new_budget(speculative, max_draft_tokens)
-        self._call(lambda: self._engine.draft_with(speculative, max_draft_tokens, budget))
+        budget = self._engine.drafter.new_budget(speculative, max_draft_tokens)
+        self._call(lambda: self._engine.drafter.replace(speculative, max_draft_tokens, budget))
 
     def abort_of(self, tenant: str, name: str | None) -> None:
         """End a tenant's requests of this name, or all of them, with finish reason `abort`."""
-        self._call(lambda: self._engine.abort_of(tenant, name))
+        self._call(lambda: self._engine.requests.abort_of(tenant, name))
 
     def flush_cache(self) -> None:
         """Evict all blocks that no running request uses from the prefix cache, some after each of the next steps."""
@@ -106,8 +106,8 @@ class AsyncEngine:
 
     @property
     def computing(self) -> list[Request]:
-        """See `Engine.computing`."""
-        return self._engine.computing
+        """See `LiveRequests.computing`."""
+        return self._engine.requests.computing
 
     @property
     def error(self) -> str | None:
@@ -148,7 +148,7 @@ class AsyncEngine:
         """Wait until there is work, then run the calls made meanwhile, in their order; False when closing."""
         with self._changed:
             while not (self._closing or self._calls or self._engine.has_work):
-                self._changed.wait(self._engine.audit_in_s)
+                self._changed.wait(self._engine.requests.audit_in_s)
             calls, self._calls = self._calls, deque()
         for call in calls:  # without the lock: callers must not wait for them
             call()
@@ -156,7 +156,7 @@ class AsyncEngine:
 
     def _enqueue(self) -> None:
         with self._changed:  # a request counts as arrived or as queued, and never as both or neither
-            self._engine.enqueue(self._arrived.popleft())
+            self._engine.requests.enqueue(self._arrived.popleft())
 
     def _evict(self, num_blocks: int) -> None:
         self._engine.scheduler.cache.evict(min(num_blocks, FLUSHED_BLOCKS))

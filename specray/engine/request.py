@@ -10,7 +10,7 @@ from typing import NamedTuple
 from specray.engine.draft_budget.acceptance import RequestAcceptance
 from specray.engine.drafter_selection.text_kind import TextKind
 from specray.engine.radix_cache import CacheNode
-from specray.outputs import FinishReason, RequestTimes, RequestUsage, TokenLogprob, Undrafted
+from specray.outputs import FinishReason, RequestUsage, TokenLogprob, Undrafted
 from specray.sampling_params import SamplingParams
 from specray.step import UNLIMITED, DraftLimit, RequestResult
 
@@ -207,17 +207,6 @@ class Request:
             num_reasoning_tokens=self.num_reasoning_tokens,
             undrafted=Undrafted(**self.undrafted),
         )
-
-    def times(self, now: float, now_ns: int) -> RequestTimes:
-        """When the phases of a request began that ends at `now` on the engine's clock, which is `now_ns` since 1970."""
-
-        def since_1970(moment: float) -> int:
-            return now_ns - round((now - moment) * 1e9)
-
-        started, first_token = (
-            None if moment is None else since_1970(moment) for moment in (self.started, self.first_token)
-        )
-        return RequestTimes(since_1970(self.arrival), started, first_token, now_ns)
 
 
 class Emitted(NamedTuple):

@@ -127,7 +127,7 @@ def test_another_engine_continues_with_the_same_text(
     texts = {place: completion.token_ids[:num_sent] for place, completion in enumerate(plain)}
     with make_llm(toy, right, **options) as llm:
         for place, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
-            llm.engine.enqueue(EngineRequest(str(place), prompt, params, emitted_token_ids=list(texts[place])))
+            llm.engine.requests.enqueue(EngineRequest(str(place), prompt, params, emitted_token_ids=list(texts[place])))
         while llm.engine.has_work:
             for output in llm.engine.step():
                 texts[int(output.request_id)] += output.token_ids

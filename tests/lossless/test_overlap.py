@@ -119,7 +119,7 @@ def test_a_request_that_ends_while_its_step_runs_leaves_nothing_behind(
             engine.add_request(EngineRequest(str(index), prompt, each))
         for _ in range(3):
             engine.step()
-        engine.abort(["aborted"])
+        engine.requests.abort(["aborted"])
         found: dict[str, list[int]] = {}
         reasons = {}
         while engine.has_work:

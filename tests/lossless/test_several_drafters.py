@@ -175,7 +175,7 @@ def test_drafters_change_while_requests_run(toy: Path, tmp_path: Path, plain: di
         for number in range(500):
             if number == 4:
                 remote.start(speculative=after)
-                llm.engine.draft_with(after, max_draft_tokens=11)
+                llm.engine.drafter.replace(after, max_draft_tokens=11)
             for output in llm.engine.step():
                 tokens[output.request_id] += output.token_ids
             if not llm.engine.has_work:
@@ -205,7 +205,7 @@ def test_a_new_process_has_read_nothing_of_running_requests_and_of_cached_prefix
             llm.engine.step()
         assert [num_cached(), num_cached()] == [0, 4]
         assert [request.acceptance.is_new_to_drafter for request in running] == [True, True, False, False]
-        llm.engine.abort([request.request_id for request in running])
+        llm.engine.requests.abort([request.request_id for request in running])
         while llm.engine.has_work:
             llm.engine.step()
         remote.close()
@@ -222,7 +222,7 @@ def test_a_new_process_of_a_draft_model_reads_running_requests_again(toy: Path, 
                 llm.engine.step()
         [running] = llm.engine.scheduler.running
         assert running.acceptance.num_missed_tokens == 0
-        llm.engine.abort([running.request_id])
+        llm.engine.requests.abort([running.request_id])
         while llm.engine.has_work:
             llm.engine.step()
         remote.close()

@@ -148,7 +148,7 @@ def test_another_engine_continues_with_the_same_text(
     found = [text[:num_sent] for text in texts["sampled"]]
     with make_llm(folder, ScriptedDrafter(DRAWS["half-right"], known)) as llm:
         for place, (prompt, params) in enumerate(zip(PROMPTS, SAMPLED, strict=True)):
-            llm.engine.enqueue(EngineRequest(str(place), prompt, params, emitted_token_ids=list(found[place])))
+            llm.engine.requests.enqueue(EngineRequest(str(place), prompt, params, emitted_token_ids=list(found[place])))
         while llm.engine.has_work:
             for output in llm.engine.step():
                 found[int(output.request_id)] += output.token_ids

@@ -55,7 +55,7 @@ ENGINE = {"disable_overlap_schedule": True, "chunked_prefill_size": 7, "page_siz
 def record(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list[LoggedRequest]:
     """Generate one request after the other, and return what a log has of them."""
     logged: list[LoggedRequest] = []
-    llm.engine.on_finish = lambda request: logged.append(LoggedRequest.of(request, llm.engine.drafter_name))
+    llm.engine.requests.on_finish = lambda request: logged.append(LoggedRequest.of(request, llm.engine.drafter.name))
     for prompt, options in zip(prompts, params, strict=True):
         llm.generate([prompt], options)
     return logged

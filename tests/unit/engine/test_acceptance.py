@@ -146,6 +146,6 @@ def test_a_new_drafter_resets_the_alarm(toy: Path) -> None:
     with make_llm(toy, ScriptedDrafter(draw_wrong, texts)) as llm:
         llm.generate(prompts, greedy(40))
         assert list(llm.engine.stats.labelled[COLLAPSED].values()) == [1]
-        llm.engine.draft_with(SpeculativeConfig(algorithm="NGRAM"), max_draft_tokens=3)
+        llm.engine.drafter.replace(SpeculativeConfig(algorithm="NGRAM"), max_draft_tokens=3)
         assert not any(llm.engine.stats.labelled[COLLAPSED].values())
         assert llm.engine.scheduler.drafts.max_draft_tokens == 3

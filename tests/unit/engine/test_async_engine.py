@@ -360,13 +360,13 @@ def test_a_flush_of_a_large_cache_lets_steps_run_meanwhile(monkeypatch: pytest.M
 
 def test_learnt_costs_are_read_in_the_callers_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving() as (engine, _, outputs):
-        new_budget, threads = engine._engine.new_budget, []
+        new_budget, threads = engine._engine.drafter.new_budget, []
 
         def recorded(*given: Any) -> Any:
             threads.append(threading.current_thread().name)
             return new_budget(*given)
 
-        monkeypatch.setattr(engine._engine, "new_budget", recorded)
+        monkeypatch.setattr(engine._engine.drafter, "new_budget", recorded)
         before = engine._engine.scheduler.drafts.budget
         engine.draft_with(SpeculativeConfig(algorithm="NGRAM"), 3)
         engine.submit(request(0, [2], max_tokens=2))

@@ -64,7 +64,7 @@ class Audited:
         self.engine = Engine(CONFIG, executor, letters_tokenizer())
         self.mismatches: list[tuple[Request, str, list[int]]] = []
         on_mismatch = keep.add if keep else self._note
-        self.engine.auditor = Auditor(share, self.engine.stats, Random(0), on_mismatch, idle_s)
+        self.engine.requests.auditor = Auditor(share, self.engine.stats, Random(0), on_mismatch, idle_s)
 
     def _note(self, request: Request, drafter: str, token_ids: list[int]) -> None:
         self.mismatches.append((request, drafter, token_ids))
@@ -158,7 +158,7 @@ def true_tokens(token_ids: Sequence[int], count: int) -> list[int]:
 def test_an_audit_makes_way_and_continues_later() -> None:
     audited = Audited(drafting())
     audited.add(1)
-    engine, auditor = audited.engine, audited.engine.auditor
+    engine, auditor = audited.engine, audited.engine.requests.auditor
     assert auditor is not None
     while not any(len(audit.token_ids) >= 3 for audit in auditor.running.values()):
         engine.step()
@@ -177,7 +177,7 @@ def test_an_audit_takes_no_clients_place() -> None:
     """As many requests are accepted while audits run as in an idle engine."""
     audited, idle = Audited(drafting()), Audited(drafting(), share=0.0)
     audited.add(*range(1, MAX_RUNNING + 1))
-    auditor = audited.engine.auditor
+    auditor = audited.engine.requests.auditor
     while auditor is None or len(auditor.running) < MAX_RUNNING:
         audited.engine.step()
     assert [request.spec.is_audit for request in audited.engine.scheduler.running] == [True] * MAX_RUNNING
@@ -205,7 +205,7 @@ def test_audits_cost_a_busy_server_no_step() -> None:
             audited.run()
         num_steps.append(audited.executor.counts.steps)
     assert num_steps[0] == num_steps[1]
-    assert 0.0 < (audited.engine.audit_in_s or 0.0) <= 1.0
+    assert 0.0 < (audited.engine.requests.audit_in_s or 0.0) <= 1.0
     time.sleep(1.0)
     audited.run()
     assert audited.num_audits == 6
@@ -224,7 +224,7 @@ def test_a_thread_that_waits_begins_an_audit_by_itself() -> None:
 def test_probes_do_not_end_an_audit_and_pending_audits_are_bounded() -> None:
     audited = Audited(drafting())
     audited.add(*range(1, MAX_PENDING + 5))
-    engine, auditor = audited.engine, audited.engine.auditor
+    engine, auditor = audited.engine, audited.engine.requests.auditor
     assert auditor is not None
     while not auditor.running:
         engine.step()
@@ -263,7 +263,7 @@ def test_honest_models_have_no_mismatch(model: str, count: int, kind: str, tmp_p
         known = [each.prompt_token_ids + each.choices[0].token_ids for each in plain.generate(prompts, params)]
     with make_llm(tmp_path, ScriptedDrafter(DRAWS[kind], known), page_size=4) as llm:
         stats = llm.engine.stats
-        llm.engine.auditor = Auditor(1.0, stats, Random(0), lambda *_: None, idle_s=0.0)
+        llm.engine.requests.auditor = Auditor(1.0, stats, Random(0), lambda *_: None, idle_s=0.0)
         for start in range(0, count, 8):
             llm.generate(prompts[start : start + 8], params[start : start + 8])
     assert stats.labelled["specray_audit_mismatches_total"] == {"none": 0}, MISMATCHES_FOUND

@@ -43,7 +43,7 @@ def test_metrics_equal_the_executors_counts(
     outputs: list[RequestOutput] = []
     for _ in range(MAX_STEPS):
         outputs += engine.step()
-        engine.abort(f"r{seed}" for seed in aborted)
+        engine.requests.abort(f"r{seed}" for seed in aborted)
         if not engine.has_work:
             break
     engine.update_gauges()

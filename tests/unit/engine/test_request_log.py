@@ -30,7 +30,7 @@ def run_logged(log: RequestLog, *requests: EngineRequest) -> list[LoggedRequest]
     executor = FakeExecutor(config, 200, 5, [(4, 2), (4, 1)])
     executor.max_lengths = {request.params.seed or 0: len(PROMPT) + 9 for request in requests}
     engine = Engine(config, executor, letters_tokenizer())
-    engine.on_finish = lambda request: log.add(request, engine.drafter_name)
+    engine.requests.on_finish = lambda request: log.add(request, engine.drafter.name)
     for request in requests:
         engine.add_request(request)
     run_to_end(engine)
@@ -129,7 +129,7 @@ def test_a_log_goes_on_once_its_folder_can_be_written_again(tmp_path: Path) -> N
         executor = FakeExecutor(config, 200, 5, [(4, 2), (4, 1)])
         executor.max_lengths = {seed: len(PROMPT) + 9 for seed in seeds}
         engine = Engine(config, executor, letters_tokenizer())
-        engine.on_finish = lambda request: log.add(request, "none")
+        engine.requests.on_finish = lambda request: log.add(request, "none")
         for seed in seeds:
             engine.add_request(request(seed))
         run_to_end(engine)

@@ -109,7 +109,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         seed = data.draw(st.integers(0, len(self.added) - 1))
-        self.engine.abort([f"r{seed}"])
+        self.engine.requests.abort([f"r{seed}"])
         if seed in self.alive:
             self.aborted.add(seed)
         self.alive.discard(seed)
@@ -424,7 +424,7 @@ def test_the_next_step_frees_the_slot_of_an_aborted_request() -> None:
             EngineRequest(f"r{seed}", [2, seed + 2], SamplingParams(seed=seed, max_tokens=30, ignore_eos=True))
         )
     engine.step()
-    engine.abort(["r0"])
+    engine.requests.abort(["r0"])
     engine.step()
     assert executor.seeds == [1]
 
@@ -481,7 +481,7 @@ def test_fail_all_ends_running_waiting_and_aborted_requests_once() -> None:
         executor.max_lengths[seed] = 40
         engine.add_request(EngineRequest(f"r{seed}", [2], SamplingParams(seed=seed, max_tokens=30, ignore_eos=True)))
     engine.step()
-    engine.abort(["r1"])
+    engine.requests.abort(["r1"])
     ends = {output.request_id: output for output in engine.fail_all("rank 0 exited")}
     assert {name: end.finish_reason for name, end in ends.items()} == {
         "r0": FinishReason.ERROR,
@@ -503,7 +503,7 @@ def test_an_abort_is_reported_even_if_the_next_step_fails() -> None:
     for seed in range(2):
         executor.max_lengths[seed] = 40
         engine.add_request(request(seed, [2], max_tokens=30))
-    engine.abort(["r0"])
+    engine.requests.abort(["r0"])
     with pytest.raises(RuntimeError, match="rank 0 exited"):
         engine.step()
     ends = [(output.request_id, output.finish_reason) for output in engine.fail_all("rank 0 exited")]

@@ -103,7 +103,7 @@ class Run:
                 self.outputs[request.request_id] = []
                 self.engine.add_request(request)
             if self.requests and self.random.random() < self.abort_share:
-                self.engine.abort([self.random.choice(list(self.requests))])
+                self.engine.requests.abort([self.random.choice(list(self.requests))])
             for output in self.engine.step():
                 self.outputs[output.request_id].append(output)
             check_block_accounting(self.engine)
@@ -240,7 +240,7 @@ def test_an_abort_is_reported_by_the_next_step_and_frees_its_slot() -> None:
     run = Run(Case(EngineConfig(page_size=4), 40, 0, seed=1))
     run.engine.add_request(EngineRequest("a", [5, 6], SamplingParams(seed=1, max_tokens=30)))
     run.engine.step()
-    run.engine.abort(["a", "unknown"])
+    run.engine.requests.abort(["a", "unknown"])
     [output] = run.engine.step()
     assert (output.request_id, output.finish_reason) == ("a", FinishReason.ABORT)
     assert not run.engine.has_work
@@ -252,7 +252,7 @@ def test_an_aborted_waiting_request_never_starts() -> None:
     for request_id in ("running", "waiting"):
         run.engine.add_request(EngineRequest(request_id, [5, 6], SamplingParams(seed=1, max_tokens=3)))
     run.engine.step()
-    run.engine.abort(["waiting"])
+    run.engine.requests.abort(["waiting"])
     outputs = []
     while run.engine.has_work:
         outputs += run.engine.step()
@@ -350,7 +350,7 @@ def test_every_request_ends_with_an_error_when_the_ranks_fail() -> None:
     assert {(o.request_id, o.finish_reason, o.error) for o in outputs} == {
         (str(i), FinishReason.ERROR, "rank 0 exited") for i in range(3)
     }
-    assert not run.engine._requests
+    assert not run.engine.requests.by_id
 
 
 @pytest.mark.parametrize(

@@ -130,8 +130,8 @@ def test_only_the_clients_own_requests_are_aborted(serve: Serve, keys: dict[str,
                 asyncio.create_task(server.http.post("/v1/completions", json=LONG | body, headers=bearing(key)))
                 for key, body in bodies
             ]
-            await server.until(lambda: len(server.router._engine._engine._requests) == 3)
-            specs = [request.spec for request in server.router._engine._engine._requests.values()]
+            await server.until(lambda: len(server.router._engine._engine.requests.by_id) == 3)
+            specs = [request.spec for request in server.router._engine._engine.requests.by_id.values()]
             name = next(spec.name for spec in specs if spec.tenant == "alice" and spec.name != "other")
             assert name.startswith("cmpl-") is (named == "id")
             abort = {"abort_all": True} if named == "all" else {"rid": name}

@@ -64,7 +64,7 @@ def decided(llm: LLM, now: SpeculativeConfig) -> tuple[SpeculativeConfig, str]:
 def logged_answers(llm: LLM, folder: Path) -> tuple[Path, list[list[list[int]]]]:
     """(the log of a server with this engine, the texts)."""
     log = RequestLog(folder, ["*"], 2**24, is_redacted=False)
-    llm.engine.on_finish = lambda request: log.add(request, llm.engine.drafter_name)
+    llm.engine.requests.on_finish = lambda request: log.add(request, llm.engine.drafter.name)
     texts = [answer(llm, seed, temperature=0.7) for seed in range(0, 80, 10)]
     log.close()
     return log.path, texts
@@ -99,7 +99,7 @@ def test_a_head_is_trained_from_a_log_promoted_and_taken_back(stories: Path, tmp
         promoted, reason = decided(served, shadowed)
         assert (promoted.default_drafter, promoted.shadow.drafter) == ("new", "old")
         assert "its accept length is" in reason
-        served.engine.draft_with(promoted, served.engine.scheduler.drafts.max_draft_tokens)
+        served.engine.drafter.replace(promoted, served.engine.scheduler.drafts.max_draft_tokens)
         assert decided(served, promoted) == (promoted, "")
 
         foreign = sorted(set(range(3, 512)) - set(draft_ids(new).tolist()))  # another subject: nothing is accepted

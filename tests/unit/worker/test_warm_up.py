@@ -132,7 +132,7 @@ def test_buckets_are_timed_before_the_first_request(
     assert {each[:2] for each in timed} == {(1, 1), (2, 1), (3, 1), *((bucket.rows, bucket.nodes) for bucket in equal)}
     assert all(each.target > 0 for each in timed)
     assert all((each.draft > 0) == (placement == "inline" and each.num_nodes > 1) for each in timed)
-    assert engine._bucket_seconds == timed
+    assert engine.drafter.bucket_seconds == timed
     kinds = sum(key[0] == "forward" for key in graphs[0].captured) + sum(each.draft > 0 for each in timed)  # type: ignore[index]
     assert len(waits) == 4 * kinds, "the device ends before each of two times, and after it"
 

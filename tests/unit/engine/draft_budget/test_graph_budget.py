@@ -97,10 +97,10 @@ def test_trees_of_a_running_request_of_a_drafter_that_was_replaced_count_for_it_
 
 def test_times_of_smaller_trees_do_not_limit_another_drafter(toy: Path) -> None:
     with make_llm(toy) as llm:
-        llm.engine._bucket_seconds = [BucketSeconds(4, 1, 1e-3, 0.0)]
+        llm.engine.drafter.bucket_seconds = [BucketSeconds(4, 1, 1e-3, 0.0)]
         for most, kept in ((3, False), (0, True)):
             budget = GraphBudget(None)
-            llm.engine.draft_with(SpeculativeConfig(algorithm="NGRAM"), most, budget)
+            llm.engine.drafter.replace(SpeculativeConfig(algorithm="NGRAM"), most, budget)
             assert (budget._costs is not None) is kept
 
 

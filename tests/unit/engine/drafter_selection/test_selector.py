@@ -119,7 +119,7 @@ def test_the_gain_of_a_shadow_begins_anew_with_what_is_compared() -> None:
         run_to_end(engine)
         assert labelled[LOWER_BOUND] == {"fast": 0.0, "slow": bound}
     group = engine.config.speculative.model_dump(exclude_defaults=True) | {"default_drafter": "slow", "shadow": {}}
-    engine.draft_with(type(engine.config.speculative).model_validate(group), 5)
+    engine.drafter.replace(type(engine.config.speculative).model_validate(group), 5)
     assert labelled[LOWER_BOUND] == {"fast": 0.0, "slow": 0.0}
 
 
@@ -163,7 +163,7 @@ def test_a_running_request_keeps_its_drafter_when_the_drafters_change() -> None:
     engine.add_request(request(1, [2, 3], 30))
     engine.step()
     group = engine.config.speculative.model_dump(exclude_defaults=True) | {"drafters": [FAST], "default_drafter": None}
-    engine.draft_with(type(engine.config.speculative).model_validate(group), 5)
+    engine.drafter.replace(type(engine.config.speculative).model_validate(group), 5)
     assert {output.usage.drafter for output in run_to_end(engine)} == {"slow"}
     assert run(engine, [request(2, [2, 3], 9)]) == ["fast"]
     assert len(executor.chosen) == 2
@@ -177,7 +177,7 @@ def test_what_a_dropped_drafters_requests_take_is_that_of_the_one_that_took_over
     engine.step()
     engine.step()
     group = engine.config.speculative.model_dump(exclude_defaults=True) | {"drafters": [FAST], "default_drafter": None}
-    engine.draft_with(type(engine.config.speculative).model_validate(group), 5)
+    engine.drafter.replace(type(engine.config.speculative).model_validate(group), 5)
     steps = engine.stats.labelled["specray_drafter_verify_steps_total"]
     before = dict(steps)
     run_to_end(engine)
@@ -202,14 +202,14 @@ def test_another_model_under_the_same_name_starts_without_experience(monkeypatch
     group = engine.config.speculative.model_dump(exclude_defaults=True)
     for drafters, default in (([FAST, SLOW], "fast"), ([FAST, SLOW | {"num_draft_tokens": 9}], None)):
         group |= {"drafters": drafters, "default_drafter": default}
-        engine.draft_with(type(engine.config.speculative).model_validate(group), 5)
+        engine.drafter.replace(type(engine.config.speculative).model_validate(group), 5)
     assert forgotten == ["slow"]
 
 
 def test_kinds_are_those_of_the_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, _ = make_engine()
     kinds: list[TextKind] = []
-    selector = engine._selector
+    selector = engine.drafter.selector
     assert selector is not None
     monkeypatch.setattr(selector._bandit, "start", lambda _, kind, __: kinds.append(kind))
     run(engine, [request(1, [2, 3, 4, 5], 3), request(2, [2, 3, 4, 5] * 5, 3)])

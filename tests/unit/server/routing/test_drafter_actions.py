@@ -109,7 +109,7 @@ def test_a_failover_keeps_the_drafter(serve: Serve, asked: dict[str, Any], monke
     async def scenario() -> None:
         async with serve(step_s=0.01, num_replicas=2, speculative=BOTH) as server:
             for replica in server.replicas:  # the engines have learnt different things, so each would choose its own
-                selector = replica.router._engine._engine._selector
+                selector = replica.router._engine._engine.drafter.selector
                 assert selector is not None
                 better = "long" if replica is server.replicas[0] else "short"
                 for name in ("long", "short"):
@@ -120,7 +120,7 @@ def test_a_failover_keeps_the_drafter(serve: Serve, asked: dict[str, Any], monke
             await server.until(lambda: any(replica.ranks.num_steps > 5 for replica in server.replicas))
             first = next(replica for replica in server.replicas if replica.router._connections.num_requests)
             [chosen] = [
-                request.drafter for request in first.router._engine._engine._requests.values() if request.drafter
+                request.drafter for request in first.router._engine._engine.requests.by_id.values() if request.drafter
             ]
             first.kill()
             usage = (await answer).json()["usage"]["speculative"]
