@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.engine.engine import Engine
-from specray.engine.request import EngineRequest
+from specray.engine.engine_request import EngineRequest
 from specray.errors import ConfigError, EngineDeadError, InvalidRequestError, QueueFullError, did_you_mean
 from specray.grammar import REQUEST_ERRORS
 from specray.models.chat_disguise import Message

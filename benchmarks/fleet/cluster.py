@@ -10,7 +10,7 @@ from benchmarks.fleet.engine import Hardware, SimulatedEngine
 from benchmarks.fleet.traffic import Traffic
 from cluster.autoscaling import Trend, decide
 from cluster.config import AutoscalingOptions
-from specray.engine.request import EngineRequest
+from specray.engine.engine_request import EngineRequest
 from specray.errors import SpecRayError
 from specray.sampling_params import SamplingParams
 from specray.server.config import ServingConfig

@@ -11,8 +11,9 @@ from cluster.engine.connections import Connections
 from specray.config import EngineConfig
 from specray.engine.admission import Admission
 from specray.engine.async_engine import OutputBuffer
+from specray.engine.engine_request import EngineRequest
 from specray.engine.executor import Capacity
-from specray.engine.request import Emitted, EngineRequest, Request
+from specray.engine.request import Emitted, Request
 from specray.engine.scheduler import Scheduler
 from specray.errors import QueueFullError, SpecRayError
 from specray.metrics import Snapshot

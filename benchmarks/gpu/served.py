@@ -28,8 +28,8 @@ from benchmarks.gpu.speed import VARIANTS, WARM_UP, Setting, Variant, config_of
 from specray.channel import Channel
 from specray.config import EngineConfig
 from specray.engine.engine import Engine
+from specray.engine.engine_request import EngineRequest
 from specray.engine.executor import Capacity, Executor
-from specray.engine.request import EngineRequest
 from specray.models.tokenizer import load_tokenizer
 from specray.sampling_params import SamplingParams
 from specray.step import StepPlan, StepResult

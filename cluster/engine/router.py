@@ -30,7 +30,7 @@ from cluster.process_settings import set_log_level
 from specray.engine.async_engine import AsyncEngine
 from specray.engine.audit import Auditor
 from specray.engine.engine import Engine
-from specray.engine.request import EngineRequest
+from specray.engine.engine_request import EngineRequest
 from specray.engine.request_log import RequestLog
 from specray.errors import EngineDeadError, QueueFullError, SpecRayError
 from specray.heartbeat import LocalHeartbeat

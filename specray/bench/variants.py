@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from pydantic import ValidationError
 
 from specray.config import EMBEDDED_MODEL, CorpusOptions, EngineConfig, SpeculativeConfig
-from specray.engine.request import EngineRequest
+from specray.engine.engine_request import EngineRequest
 from specray.errors import ConfigError, EngineDeadError
 from specray.llm import LLM
 from specray.models.target_model import TargetModel

@@ -3,8 +3,9 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from specray.config import EngineConfig
+from specray.engine.engine_request import EngineRequest
 from specray.engine.executor import Capacity
-from specray.engine.request import EngineRequest, Request
+from specray.engine.request import Request
 from specray.engine.scheduler import Scheduler
 from specray.errors import ContextLengthError, InvalidRequestError, Overflow, QueueFullError
 from specray.sampling_params import SamplingParams

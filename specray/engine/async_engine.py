@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable
 
 from specray.config import SpeculativeConfig
 from specray.engine.engine import Engine
-from specray.engine.request import EngineRequest, Request
+from specray.engine.engine_request import EngineRequest
+from specray.engine.request import Request
 from specray.errors import EngineDeadError, QueueFullError
 from specray.metrics import Snapshot
 from specray.outputs import FinishReason, RequestOutput, RequestUsage, merge_outputs

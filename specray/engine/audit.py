@@ -16,7 +16,8 @@ from itertools import count
 from math import inf
 from random import Random
 
-from specray.engine.request import EngineRequest, Request
+from specray.engine.engine_request import EngineRequest
+from specray.engine.request import Request
 from specray.engine.stats import EngineStats
 from specray.outputs import FinishReason, RequestOutput
 from specray.step import DraftLimit

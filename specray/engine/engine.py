@@ -11,10 +11,11 @@ from tokenizers import Tokenizer
 
 from specray.config import EngineConfig
 from specray.engine.drafter_in_use import DrafterInUse
+from specray.engine.engine_request import EngineRequest
 from specray.engine.executor import Executor
 from specray.engine.live_requests import LiveRequests, empty_output
 from specray.engine.recorder import StatsRecorder
-from specray.engine.request import Emitted, EngineRequest
+from specray.engine.request import Emitted
 from specray.engine.scheduler import Scheduler
 from specray.engine.stats import EngineStats
 from specray.outputs import FinishReason, RequestOutput

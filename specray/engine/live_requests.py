@@ -14,9 +14,10 @@ from specray.engine.audit import Auditor
 from specray.engine.detokenizer import TextStream
 from specray.engine.draft_tracer import DraftTracer
 from specray.engine.drafter_in_use import DrafterInUse
+from specray.engine.engine_request import EngineRequest
 from specray.engine.executor import Capacity
 from specray.engine.recorder import StatsRecorder
-from specray.engine.request import EngineRequest, Request
+from specray.engine.request import Request
 from specray.engine.scheduler import Scheduler
 from specray.outputs import FinishReason, RequestOutput, RequestTimes
 

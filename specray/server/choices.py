@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from specray.engine.request import EngineRequest
+from specray.engine.engine_request import EngineRequest
 from specray.sampling_params import SamplingParams, choice_seed, fresh_seed
 from specray.step import DraftLimit
 from specray.tenants import tenant_scoped

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from specray.draft_trace import DraftTrace, TracedStep
-from specray.engine.request import EngineRequest
+from specray.engine.engine_request import EngineRequest
 from specray.errors import InvalidRequestError
 from specray.server.tokenization import TokenTexts
 

@@ -4,7 +4,7 @@ import uuid
 from math import inf
 from typing import Any
 
-from specray.engine.request import EngineRequest
+from specray.engine.engine_request import EngineRequest
 from specray.metrics import number
 from specray.sampling_params import SamplingParams
 from specray.server.config import ServingConfig

@@ -25,7 +25,7 @@ from tqdm import tqdm
 from transformers import PretrainedConfig
 
 from specray.cores import num_cores
-from specray.engine.request import EngineRequest
+from specray.engine.engine_request import EngineRequest
 from specray.errors import ConfigError, EngineDeadError, SpecRayError
 from specray.llm import LLM
 from specray.models.files import resolve_model

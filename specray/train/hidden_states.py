@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specray.engine.request import EngineRequest
+from specray.engine.engine_request import EngineRequest
 from specray.errors import EngineDeadError
 from specray.llm import LLM
 from specray.outputs import FinishReason

@@ -9,7 +9,7 @@ from typing import Any
 from cluster.config import AppConfig
 from cluster.engine.executor import RayExecutor
 from specray.engine.engine import Engine
-from specray.engine.request import EngineRequest
+from specray.engine.engine_request import EngineRequest
 from specray.llm import LLM
 from specray.models.tokenizer import load_tokenizer
 from specray.sampling_params import SamplingParams

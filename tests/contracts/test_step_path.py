@@ -12,7 +12,7 @@ from types import FrameType
 import pytest
 
 from specray.config import SpeculativeConfig
-from specray.engine.request import EngineRequest
+from specray.engine.engine_request import EngineRequest
 from specray.ops.cpu.library import kernels
 from specray.sampling_params import SamplingParams
 from tests.support.engine import make_llm

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from specray.draft_trace import TracedStep
-from specray.engine.request import EngineRequest
+from specray.engine.engine_request import EngineRequest
 from specray.llm import LLM
 from specray.outputs import RequestOutput
 from specray.sampling_params import SamplingParams

@@ -19,8 +19,8 @@ import torch
 from specray.channel import Channel, ChannelClosedError
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.engine.engine import Engine
+from specray.engine.engine_request import EngineRequest
 from specray.engine.executor import Capacity
-from specray.engine.request import EngineRequest
 from specray.models.tokenizer import load_tokenizer
 from specray.ops.host_copy import HostCopy
 from specray.sampling_params import SamplingParams

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from specray.engine.request import EngineRequest
+from specray.engine.engine_request import EngineRequest
 from specray.ops.cpu.library import kernels
 from specray.outputs import Completion
 from specray.sampling_params import SamplingParams

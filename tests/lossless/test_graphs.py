@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from specray.engine.request import EngineRequest
+from specray.engine.engine_request import EngineRequest
 from specray.outputs import Completion
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.inline_drafts import InlineDrafts

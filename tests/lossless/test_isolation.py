@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specray.engine.request import EngineRequest
+from specray.engine.engine_request import EngineRequest
 from specray.outputs import FinishReason, RequestOutput
 from specray.sampling_params import SamplingParams
 from specray.spec_decode.draft_tree import TreeLists

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from specray.engine.request import EngineRequest
+from specray.engine.engine_request import EngineRequest
 from specray.errors import EngineDeadError
 from specray.llm import LLM
 from specray.ops.cpu.library import kernels

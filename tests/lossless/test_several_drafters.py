@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from specray.config import SpeculativeConfig
-from specray.engine.request import EngineRequest
+from specray.engine.engine_request import EngineRequest
 from specray.llm import LLM
 from specray.sampling_params import SamplingParams
 from specray.spec_decode.draft_tree import DraftTree

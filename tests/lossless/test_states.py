@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from specray.engine.request import EngineRequest
+from specray.engine.engine_request import EngineRequest
 from specray.llm import LLM
 from specray.outputs import Generation
 from specray.sampling_params import SamplingParams

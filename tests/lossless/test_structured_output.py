@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from specray.config import SpeculativeConfig
-from specray.engine.request import EngineRequest
+from specray.engine.engine_request import EngineRequest
 from specray.errors import InvalidRequestError
 from specray.grammar import NO_TOKEN_ALLOWED, GrammarSpec, as_format, make_grammar
 from specray.llm import LLM

@@ -18,8 +18,8 @@ import torch
 
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.engine.engine import Engine
+from specray.engine.engine_request import EngineRequest
 from specray.engine.executor import Capacity
-from specray.engine.request import EngineRequest
 from specray.layers.parallel import RankGroup
 from specray.models.tokenizer import load_tokenizer
 from specray.sampling_params import make_sampling_params

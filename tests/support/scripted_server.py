@@ -22,8 +22,8 @@ from cluster.engine.supervisor import DrafterState
 from specray.config import SpeculativeConfig
 from specray.draft_trace import VerifiedTree
 from specray.engine.engine import Engine
+from specray.engine.engine_request import EngineRequest
 from specray.engine.executor import Capacity
-from specray.engine.request import EngineRequest
 from specray.errors import EngineDeadError, SpecRayError
 from specray.metrics import Snapshot
 from specray.outputs import TokenLogprob

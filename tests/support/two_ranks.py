@@ -14,7 +14,7 @@ import torch
 
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.engine.engine import Engine
-from specray.engine.request import EngineRequest
+from specray.engine.engine_request import EngineRequest
 from specray.models.tokenizer import load_tokenizer
 from specray.outputs import FinishReason
 from specray.sampling_params import make_sampling_params

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from math import inf
 from typing import Any, NoReturn, Protocol
 
-from specray.engine.request import EngineRequest
+from specray.engine.engine_request import EngineRequest
 from specray.errors import EngineDeadError, SpecRayError
 from specray.heartbeat import LocalHeartbeat, SilenceWatch, within
 from specray.metrics import Snapshot

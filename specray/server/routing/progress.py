@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import NamedTuple
 
-from specray.engine.request import PROBATION_STEPS, EngineRequest
+from specray.engine.engine_request import PROBATION_STEPS, EngineRequest
 from specray.outputs import RequestOutput, RequestUsage, add_histograms
 from specray.server.routing.client import RouterLostError
 

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iter
 from math import inf
 from typing import Protocol
 
-from specray.engine.request import EngineRequest
+from specray.engine.engine_request import EngineRequest
 from specray.errors import EngineDeadError, InvalidRequestError, PoisonRequestError, QueueFullError, SpecRayError
 from specray.grammar import REQUEST_ERRORS
 from specray.heartbeat import within

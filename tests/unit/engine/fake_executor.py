@@ -13,8 +13,8 @@ from tokenizers import Tokenizer, decoders, models
 
 from specray.config import EngineConfig
 from specray.engine.engine import Engine
+from specray.engine.engine_request import EngineRequest
 from specray.engine.executor import Capacity
-from specray.engine.request import EngineRequest
 from specray.outputs import RequestOutput
 from specray.sampling_params import SamplingParams
 from specray.step import NewRequest, RequestResult, ScheduledRequest, StepPlan, StepResult, StepTimes

@@ -16,8 +16,9 @@ from specray.engine.acceptance_alarm import (
     AcceptanceAlarm,
     is_collapsed,
 )
+from specray.engine.engine_request import EngineRequest
 from specray.engine.recorder import StatsRecorder
-from specray.engine.request import Emitted, EngineRequest, Request
+from specray.engine.request import Emitted, Request
 from specray.engine.stats import EngineStats
 from specray.grammar import GrammarSpec, make_grammar
 from specray.sampling_params import SamplingParams

@@ -14,7 +14,7 @@ from specray.config import EngineConfig, SpeculativeConfig
 from specray.engine import async_engine
 from specray.engine.async_engine import AsyncEngine
 from specray.engine.engine import Engine
-from specray.engine.request import EngineRequest
+from specray.engine.engine_request import EngineRequest
 from specray.errors import EngineDeadError, InvalidRequestError, QueueFullError
 from specray.outputs import FinishReason, RequestOutput
 from specray.sampling_params import SamplingParams

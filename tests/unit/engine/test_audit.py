@@ -17,7 +17,8 @@ from specray.config import EngineConfig
 from specray.engine.async_engine import AsyncEngine
 from specray.engine.audit import MAX_PENDING, MAX_RUNNING, Auditor
 from specray.engine.engine import Engine
-from specray.engine.request import EngineRequest, Request
+from specray.engine.engine_request import EngineRequest
+from specray.engine.request import Request
 from specray.engine.request_log import RequestLog, read_log
 from specray.errors import QueueFullError
 from specray.outputs import RequestOutput

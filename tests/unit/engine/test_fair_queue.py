@@ -12,9 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from specray.config import EngineConfig
 from specray.engine.engine import Engine
+from specray.engine.engine_request import EngineRequest
 from specray.engine.executor import Capacity
 from specray.engine.fair_queue import AGE_SHARE, FairQueue
-from specray.engine.request import EngineRequest, Request
+from specray.engine.request import Request
 from specray.sampling_params import SamplingParams
 from tests.support.ranks import SimulatedRanks
 from tests.support.toy import VOCAB_SIZE, toy_tokenizer

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from specray.config import EngineConfig
 from specray.engine.engine import Engine
+from specray.engine.engine_request import EngineRequest
 from specray.engine.executor import Capacity
-from specray.engine.request import EngineRequest
 from specray.outputs import RequestOutput
 from specray.sampling_params import SamplingParams
 from tests.support.ranks import SimulatedRanks

@@ -6,9 +6,9 @@ import pytest
 
 from specray.config import EngineConfig
 from specray.engine.engine import Engine
+from specray.engine.engine_request import EngineRequest
 from specray.engine.executor import Capacity
 from specray.engine.fair_queue import FairQueue
-from specray.engine.request import EngineRequest
 from specray.engine.scheduler import MIXED_STEPS
 from specray.errors import QueueFullError
 from specray.outputs import FinishReason

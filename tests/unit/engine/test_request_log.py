@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from specray.config import EngineConfig
 from specray.engine.engine import Engine
-from specray.engine.request import EngineRequest
+from specray.engine.engine_request import EngineRequest
 from specray.engine.request_log import TEXT_OPTIONS, TEXTS, LoggedRequest, RequestLog, read_log
 from specray.errors import ConfigError
 from specray.grammar import GrammarSpec

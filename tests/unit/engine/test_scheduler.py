@@ -11,8 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from specray.config import EngineConfig
 from specray.engine.engine import Engine
+from specray.engine.engine_request import PROBATION_STEPS, EngineRequest
 from specray.engine.executor import Capacity
-from specray.engine.request import PROBATION_STEPS, EngineRequest, Request
+from specray.engine.request import Request
 from specray.engine.scheduler import Scheduler
 from specray.errors import InvalidRequestError, QueueFullError
 from specray.outputs import FinishReason, RequestOutput

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.engine.engine import Engine
+from specray.engine.engine_request import EngineRequest
 from specray.engine.executor import Capacity
-from specray.engine.request import EngineRequest, Status
+from specray.engine.request import Status
 from specray.errors import InvalidRequestError, QueueFullError
 from specray.outputs import FinishReason, RequestOutput
 from specray.sampling_params import SamplingParams

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from specray.engine.request import EngineRequest
+from specray.engine.engine_request import EngineRequest
 from specray.errors import ConfigError
 from specray.models.tokenizer import sampling_defaults
 from specray.sampling_params import SamplingParams

@@ -18,7 +18,7 @@ from opentelemetry.trace import StatusCode
 
 import specray.server.service
 from cluster.cli import serve
-from specray.engine.request import EngineRequest
+from specray.engine.engine_request import EngineRequest
 from specray.outputs import RequestTimes
 from specray.sampling_params import SamplingParams
 from specray.server.monitoring.tracing import EXPORTER, Tracer

@@ -10,7 +10,7 @@ import torch
 
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.engine.engine import Engine
-from specray.engine.request import EngineRequest
+from specray.engine.engine_request import EngineRequest
 from specray.models.tokenizer import load_tokenizer
 from specray.sampling_params import SamplingParams
 from specray.spec_decode.draft_tree import DraftTree

@@ -14,7 +14,7 @@ from specray.engine.drafter_selection.paired_gain import MIN_REQUESTS
 from specray.engine.drafter_selection.selector import LOWER_BOUND, DrafterSelector
 from specray.engine.drafter_selection.text_kind import TextKind
 from specray.engine.engine import Engine
-from specray.engine.request import EngineRequest
+from specray.engine.engine_request import EngineRequest
 from specray.step import DrafterUse, DraftLimit, StepPlan, StepResult
 from tests.unit.engine.fake_executor import FakeExecutor, letters_tokenizer, request, run_to_end
 

@@ -12,7 +12,7 @@ import pytest
 import cluster.engine.router
 import specray.server.routing.client
 import specray.server.routing.router_pool
-from specray.engine.request import EngineRequest
+from specray.engine.engine_request import EngineRequest
 from specray.server.routing.messages import Refusal
 from tests.support.scripted_server import LOOK_S, TEXT, Replica, ReplicaHandle, Serve, Server
 

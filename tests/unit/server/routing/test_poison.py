@@ -10,7 +10,7 @@ import pytest
 
 import cluster.engine.router
 import specray.server.routing.client
-from specray.engine.request import PROBATION_STEPS
+from specray.engine.engine_request import PROBATION_STEPS
 from specray.errors import EngineDeadError
 from tests.support.scripted_server import FATAL, Replica, Serve, Server
 from tests.unit.server.routing.test_failover import BODY, SLOW, repeated, retire, serving, stream, text_of
