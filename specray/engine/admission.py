@@ -17,7 +17,7 @@ class Admission:
     def __init__(
         self, config: EngineConfig, capacity: Capacity, scheduler: Scheduler, requests: Mapping[str, Request]
     ) -> None:
-        self.max_length = min(capacity.context_length, scheduler.max_request_tokens)
+        self.max_length = min(capacity.context_length, scheduler.slots.max_request_tokens)
         self._config = config
         self._capacity = capacity
         self._scheduler = scheduler
@@ -68,7 +68,7 @@ class Admission:
     def check_queue(self, tenant: str = "", arriving: Sequence[EngineRequest] = ()) -> None:
         """QueueFullError if one more request, after the `arriving` ones, exceeds the queue's limit or its tenant's."""
         # Before the queue: a step in another thread may admit a request meanwhile, and it must not count in both.
-        num_free = self._scheduler.num_free_slots
+        num_free = self._scheduler.slots.num_free
         num_waiting = len(self._scheduler.waiting) + len(arriving)
         num_own = self._scheduler.waiting.num_waiting_of(tenant) + sum(other.tenant == tenant for other in arriving)
         if num_waiting >= self._config.max_queued_requests + num_free:

@@ -41,7 +41,7 @@ class Engine:
     def has_work(self) -> bool:
         has_requests = bool(self.requests.by_id or self.requests.outputs)
         is_auditing = self.requests.audit_in_s == 0.0
-        return has_requests or is_auditing or bool(self._in_flight) or self.scheduler.has_freed_slots
+        return has_requests or is_auditing or bool(self._in_flight) or bool(self.scheduler.slots.freed)
 
     def add_request(self, spec: EngineRequest) -> None:
         """Queue a request. Raises InvalidRequestError or QueueFullError; then nothing was queued."""
@@ -65,7 +65,7 @@ class Engine:
             assert result.step_id == plan.step_id, "a step failed, and the engine was used again"
             timer.end(time.perf_counter(), plan, result, self.scheduler.drafts.budget)
             if result.drafter_is_new:
-                self.scheduler.drafter_took_over()
+                self.scheduler.slots.drafter_took_over()
             if result.bucket_seconds:
                 self.drafter.record_bucket_seconds(result.bucket_seconds)
             computed = self.scheduler.emitted(plan, result)

@@ -6,9 +6,9 @@ tenant's `cache_salt`) has its own root and shares nothing. Only KV of committed
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from heapq import heappop, heappush
 from itertools import count
+
+from specray.engine.cache_nodes import CacheNode, IdleLeaves
 
 
 class BlockPool:
@@ -36,47 +36,6 @@ class BlockPool:
 
     def free(self, block_ids: list[int]) -> None:
         self._free.extend(reversed(block_ids))
-
-
-@dataclass(slots=True, eq=False)
-class CacheNode:
-    """One cached block. `num_users` counts the running requests that use it or a block below it."""
-
-    block_id: int
-    parent: "CacheNode | None"
-    key: tuple[int, ...] = ()
-    namespace: str = ""  # namespace of the prefixes below a root; a root holds no block
-    children: dict[tuple[int, ...], "CacheNode"] = field(default_factory=dict)
-    num_users: int = 0
-    last_used: int = 0
-    is_offered: bool = False  # whether it is in IdleLeaves, which has it at most once
-
-
-class IdleLeaves:
-    """Candidates for eviction: leaves that no running request uses."""
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[int, int, CacheNode]] = []  # (last_used when offered, tie, node)
-        self._ties = count()
-
-    def __len__(self) -> int:
-        return len(self._heap)
-
-    def offer(self, node: CacheNode) -> None:
-        """Remember a node that may have become an idle leaf."""
-        is_idle_leaf = node.num_users == 0 and not node.children and node.parent is not None
-        if is_idle_leaf and not node.is_offered:
-            node.is_offered = True
-            heappush(self._heap, (node.last_used, next(self._ties), node))
-
-    def take_oldest(self) -> CacheNode:
-        """A heap entry may be outdated: a node used since it was offered is offered again with its new time."""
-        while True:
-            last_used, _, node = heappop(self._heap)
-            node.is_offered = False
-            if last_used == node.last_used and node.num_users == 0 and not node.children:
-                return node
-            self.offer(node)
 
 
 class RadixCache:
@@ -149,6 +108,13 @@ class RadixCache:
         while self.pool.num_free < num_blocks:
             self._evict_one()
         return self.pool.allocate(num_blocks)
+
+    def grow(self, block_ids: list[int], num_tokens: int) -> list[int] | None:
+        """The blocks that `num_tokens` need beside `block_ids`, appended to these; None if there are not enough."""
+        missing = -(-num_tokens // self.block_size) - len(block_ids)
+        blocks = self.allocate(missing) if missing > 0 else []
+        block_ids += blocks or []
+        return blocks
 
     def evict(self, num_blocks: int) -> None:
         """Evict idle blocks, at most `num_blocks`, those first that were used least recently."""

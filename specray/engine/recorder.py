@@ -94,7 +94,7 @@ class StatsRecorder:
         self._stats.set("specray_num_requests_waiting", len(scheduler.waiting))
         self._stats.set("specray_kv_cache_usage_perc", held / usable)
         self._stats.set("specray_kv_cache_cached_perc", cache.num_idle / usable)
-        self._stats.set("specray_num_preemptions_total", scheduler.num_preemptions)
+        self._stats.set("specray_num_preemptions_total", scheduler.slots.num_preemptions)
 
     def _stats_of(self, request: Request) -> EngineStats:
         return self._probe_stats if request.spec.is_probe else self._stats

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from specray.engine.cache_nodes import CacheNode
 from specray.engine.draft_budget.acceptance import RequestAcceptance
 from specray.engine.drafter_selection.text_kind import TextKind
 from specray.engine.engine_request import PROBATION_STEPS, EngineRequest
-from specray.engine.radix_cache import CacheNode
 from specray.outputs import FinishReason, RequestUsage, TokenLogprob, Undrafted
 from specray.step import UNLIMITED, RequestResult
 

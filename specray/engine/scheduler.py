@@ -18,23 +18,20 @@ from specray.engine.draft_limits import DraftLimits
 from specray.engine.executor import Capacity
 from specray.engine.fair_queue import FairQueue
 from specray.engine.new_request import new_request
-from specray.engine.radix_cache import BlockPool, RadixCache
 from specray.engine.request import Emitted, Planned, Request, Status
-from specray.engine.stored_states import StoredStates
+from specray.engine.request_slots import RequestSlots
 from specray.step import DraftFault, DraftLimit, NewRequest, ScheduledRequest, StepPlan, StepResult
 
 MIXED_STEPS = 16  # that have few prompt tokens after the last one with a decoding request, unless no request is left
 
 
 class Scheduler:
-    """Owns the queue, the running list (oldest first), the slots and the KV blocks."""
+    """Owns the queue; adds blocks to running requests, and caches those that are full. See also RequestSlots."""
 
     def __init__(self, config: EngineConfig, capacity: Capacity) -> None:
-        self.pool = BlockPool(capacity.num_blocks)
-        is_cached = capacity.num_stored_states != 0 and not config.disable_radix_cache
-        num_states = capacity.num_stored_states if is_cached else 0
-        self.states = StoredStates(config.max_running_requests, num_states, config.page_size)
-        self.cache = RadixCache(self.pool, config.page_size, is_cached, capacity.reads_next_token, self.states.forget)
+        self.slots = RequestSlots(config, capacity)
+        self.running, self.cache, self.pool = self.slots.running, self.slots.cache, self.slots.pool
+        self.states = self.slots.states
         self.block_size = config.page_size
         # Prompt tokens of a step and of one request in it: usually, and few while other requests decode and wait.
         mixed = min(capacity.mixed_prefill_tokens, config.max_prefill_tokens)
@@ -44,31 +41,11 @@ class Scheduler:
         self.drafts = DraftLimits(budget, capacity.max_draft_tokens, capacity.context_length)
         self.eos_token_ids = capacity.eos_token_ids
         self.waiting = FairQueue()
-        self.running: list[Request] = []
-        self._free_slots = list(range(config.max_running_requests - 1, -1, -1))
-        self._freed_slots: list[int] = []
         self._num_steps, self._mixed_until = 0, 0
         # The requests of planned steps, each with its number of preemptions at that time.
         self._planned: deque[list[tuple[Request, int]]] = deque()
         self._committing: list[tuple[Request, int]] = []  # those of the step whose result has arrived
         self._suspects: list[Request] = []  # oldest first; only the first one runs
-        self._is_cache_unread = False  # a drafter that has not read it took over and has not drafted yet
-        self.num_preemptions = 0
-
-    @property
-    def num_free_slots(self) -> int:
-        """Slots that a client's request can have. An audit makes way for it."""
-        return len(self._free_slots) + sum(request.spec.is_audit for request in self.running)
-
-    @property
-    def has_freed_slots(self) -> bool:
-        """Whether freed slots have not been sent to the worker yet."""
-        return bool(self._freed_slots)
-
-    @property
-    def max_request_tokens(self) -> int:
-        """The longest request that the whole pool can hold."""
-        return self.pool.num_usable * self.block_size
 
     @property
     def computing(self) -> list[Request]:
@@ -89,7 +66,7 @@ class Scheduler:
         self._committing = []
         if self._suspects:
             return self._schedule_alone(self._suspects[0])
-        (budget, chunk), num_preemptions = self._limit_prefill(), self.num_preemptions
+        (budget, chunk), num_preemptions = self._limit_prefill(), self.slots.num_preemptions
         work: list[tuple[Request, int, list[int]]] = []  # known tokens to compute, blocks added for them
         for request in list(self.running):
             if request.in_flight and request.most_tokens >= request.max_length:
@@ -99,9 +76,10 @@ class Scheduler:
                 work.append((request, num_tokens, blocks))
                 budget -= num_tokens if request.num_pending_tokens > 1 else 0
         new_requests: list[NewRequest] = []
-        while self.waiting.num_waiting and self._free_slots and budget > 0 and num_preemptions == self.num_preemptions:
+        may_start = num_preemptions == self.slots.num_preemptions
+        while may_start and self.waiting.num_waiting and self.slots.free and budget > 0:
             request = self.waiting.popleft()
-            if not self._admit(request):
+            if not self.slots.admit(request):
                 self.waiting.appendleft(request)
                 break
             num_tokens = self._num_tokens(request, min(chunk, budget))
@@ -118,7 +96,7 @@ class Scheduler:
         new_requests, blocks = [], self._keep(suspect) if suspect.status is Status.RUNNING else None
         if suspect.status is Status.WAITING:
             self.waiting.remove(suspect)
-            while not (self._free_slots and self._admit(suspect)):
+            while not (self.slots.free and self.slots.admit(suspect)):
                 self._preempt(self.running[-1])
             new_requests, blocks = [new_request(suspect, self.eos_token_ids)], []
         num_tokens = self._num_tokens(suspect, min(self._prefill_limits))
@@ -129,7 +107,7 @@ class Scheduler:
         if self.drafts.max_draft_tokens:
             limits, runs_drafter = self.drafts.of_step([(request, num_tokens) for request, num_tokens, _ in work])
         rows = [self._schedule_request(*item, limit) for item, limit in zip(work, limits, strict=True)]
-        freed, self._freed_slots = self._freed_slots, []
+        freed, self.slots.freed = self.slots.freed, []
         self._num_steps += 1
         if not rows and not freed:
             return None
@@ -142,7 +120,8 @@ class Scheduler:
         Requests that ended after the plan was made, or were preempted and compute these tokens again, are left out.
         """
         emitted, absence = [], _absence(result)
-        self._detach_unread(result)
+        if self.slots.is_cache_unread and _has_drafts(result):
+            self.slots.detach_unread()
         self._committing = self._planned.popleft()
         planned = zip(self._committing, plan.rows, result.rows, strict=True)
         for (request, num_preemptions), row, row_result in planned:
@@ -179,34 +158,12 @@ class Scheduler:
         if request.status is Status.WAITING:
             self.waiting.remove(request)
         elif request.status is Status.RUNNING:
-            self.running.remove(request)
-            self._release(request)
+            self.slots.release(request)
         if request in self._suspects:
             self._suspects.remove(request)
         request.status = Status.FINISHED
         if not self.running and not self.waiting.num_waiting:
             self._mixed_until = 0  # the next prompt delays no other request
-
-    def drafter_took_over(self) -> None:
-        """Note that another drafter has read nothing of the cache and of what running requests have computed.
-
-        The result of the first step that it reads is not committed yet.
-        """
-        for request in self.running:
-            request.acceptance.is_new_to_drafter |= request.num_computed_tokens > 0
-        are_unread = (request.acceptance.is_new_to_drafter for request in self.running)
-        self._is_cache_unread = self.cache.num_cached > 0 or any(are_unread)
-
-    def _detach_unread(self, result: StepResult) -> None:
-        """Once a drafter that took over has drafted, have cached tokens computed again for it.
-
-        One that ends before, each time that it is restarted, costs no request its cached prefix.
-        """
-        if self._is_cache_unread and any(row.num_draft_tokens for row in result.rows) and not result.drafter_is_absent:
-            self._is_cache_unread = False
-            self.cache.reset()
-            for request in self.running:
-                request.is_detached = request.acceptance.is_new_to_drafter
 
     def _limit_prefill(self) -> tuple[int, int]:
         """The limits of this step. Few prompt tokens also follow the end of a request: its client may send the next."""
@@ -225,7 +182,7 @@ class Scheduler:
         Requests are preempted only for one whose tokens are known: it may need less than is reserved.
         """
         while request.status is Status.RUNNING:
-            if (blocks := self._grow(request, request.most_tokens)) is not None:
+            if (blocks := self.cache.grow(request.block_ids, request.most_tokens)) is not None:
                 return blocks
             if request.in_flight:
                 return None
@@ -237,7 +194,7 @@ class Scheduler:
     ) -> ScheduledRequest:
         num_known, num_drafts = request.most_tokens, limit.num_tokens
         if num_drafts:
-            new_block_ids = new_block_ids + (self._grow(request, num_known + num_drafts) or [])
+            new_block_ids = new_block_ids + (self.cache.grow(request.block_ids, num_known + num_drafts) or [])
             num_drafts = min(num_drafts, len(request.block_ids) * self.block_size - num_known)
         no_drafts = "" if num_drafts else "limit"
         if self.drafts.max_draft_tokens and not limit.num_tokens and self.drafts.most(request):
@@ -247,42 +204,6 @@ class Scheduler:
         request.in_flight.append(Planned(num_tokens, samples, num_drafts, no_drafts, copies))
         limit = limit._replace(num_tokens=num_drafts)
         return ScheduledRequest(request.slot, num_tokens, limit, new_block_ids, copies)
-
-    def _grow(self, request: Request, num_tokens: int) -> list[int] | None:
-        """Blocks to hold `num_tokens`, appended to the request; None if there are not enough."""
-        missing = -(-num_tokens // self.block_size) - len(request.block_ids)
-        if missing <= 0:
-            return []
-        blocks = self.cache.allocate(missing)
-        if blocks:
-            request.block_ids += blocks
-        return blocks
-
-    def _admit(self, request: Request) -> bool:
-        """Give a waiting request a slot, its cached prefix and blocks for its known tokens, if there are enough."""
-        num_cacheable = len(request.token_ids) - 1  # one token is left to compute
-        if request.prompt_logprobs is not None:  # their logits are computed again
-            num_cacheable = min(num_cacheable, request.spec.params.prompt_logprobs_start)
-        key = request.token_ids[: num_cacheable + self.cache.lookahead] if request.shares_prefix else []
-        path = self.cache.match(request.spec.cache_salt, key)
-        path = self.states.start(request, path)
-        self.cache.lock(path)
-        request.block_ids = [node.block_id for node in path]
-        if self._grow(request, len(request.token_ids)) is None:
-            self.cache.unlock(path)
-            request.block_ids = []
-            return False
-        request.shared_path = path
-        request.num_computed_tokens = len(path) * self.block_size
-        acceptance = request.acceptance  # what a preempted request computes again is read again
-        acceptance.num_missed_tokens = min(acceptance.num_missed_tokens, request.num_computed_tokens)
-        acceptance.is_new_to_drafter = self._is_cache_unread and bool(path)
-        if request.num_preemptions == 0:
-            request.num_cached_tokens = request.num_computed_tokens
-        request.slot = self._free_slots.pop()
-        request.status = Status.RUNNING
-        self.running.append(request)
-        return True
 
     def _share_full_blocks(self, request: Request) -> None:
         """Insert blocks into the cache as soon as committed tokens fill them."""
@@ -295,26 +216,9 @@ class Scheduler:
             path.append(self.cache.insert(request.spec.cache_salt, path, key, request.block_ids[len(path)]))
 
     def _preempt(self, request: Request) -> None:
-        """Free a request's slot and blocks and return it to the head of the queue; its KV is recomputed later."""
-        self.running.remove(request)
-        self._release(request)
-        request.status = Status.WAITING
-        request.num_preemptions += 1
-        self.num_preemptions += 1
-        if request.prompt_logprobs is not None:
-            request.prompt_logprobs = []
+        """Return a request to the head of the queue."""
+        self.slots.preempt(request)
         self.waiting.appendleft(request)
-
-    def _release(self, request: Request) -> None:
-        for planned in request.in_flight:
-            self.states.release(planned.state_copies)
-        self.pool.free(request.private_blocks())
-        self.cache.unlock(request.shared_path)
-        self._free_slots.append(request.slot)
-        self._freed_slots.append(request.slot)
-        request.slot, request.num_computed_tokens = -1, 0
-        request.block_ids, request.shared_path, request.in_flight = [], [], []
-        request.is_detached = False
 
 
 def _absence(result: StepResult) -> str:
@@ -322,3 +226,8 @@ def _absence(result: StepResult) -> str:
     if DraftFault.LATE in result.draft_faults:
         return "late"
     return "absent" if result.drafter_is_absent or result.draft_faults else "none_found"
+
+
+def _has_drafts(result: StepResult) -> bool:
+    """Whether a drafter drafted for this step."""
+    return any(row.num_draft_tokens for row in result.rows) and not result.drafter_is_absent

@@ -8,7 +8,7 @@ which only the last ones stay. A row that is missing is taken from the states th
 
 from collections.abc import Iterable, Sequence
 
-from specray.engine.radix_cache import CacheNode
+from specray.engine.cache_nodes import CacheNode
 from specray.engine.request import Request
 
 INTERVAL = 64  # tokens, rounded up to full blocks

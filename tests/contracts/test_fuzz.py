@@ -73,7 +73,7 @@ def test_a_leaked_request_is_found(model: Path, monkeypatch: pytest.MonkeyPatch)
     def leak_once(scheduler: Scheduler, request: Any) -> None:
         release(scheduler, request)
         if not lost:
-            lost.append(scheduler._free_slots.pop())
+            lost.append(scheduler.slots.free.pop())
 
     async def check_once(condition: Callable[[], bool]) -> bool:
         return condition() if lost else await until(condition)

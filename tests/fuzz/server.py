@@ -34,7 +34,7 @@ class FuzzedServer:
         scheduler = self._router._engine._engine.scheduler
         pool, cache = scheduler.pool, scheduler.cache
         held = {
-            "slots": self._router._config.max_running_requests - len(scheduler._free_slots),
+            "slots": self._router._config.max_running_requests - len(scheduler.slots.free),
             "waiting requests": len(scheduler.waiting),
             "blocks": pool.num_usable - pool.num_free - cache.num_idle,
             "requests at the router": self._router._connections.num_requests,

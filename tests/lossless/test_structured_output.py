@@ -148,7 +148,7 @@ def test_no_layout_changes_the_output(
     which = ALL if method is None else ONE_EACH
     with make_llm(toy, **options) as llm:
         require_equal(run(llm, which)[::2], [plain[index] for index in which])
-        preempted = llm.engine.scheduler.num_preemptions
+        preempted = llm.engine.scheduler.slots.num_preemptions
     assert (preempted > 0) == (layout == "preemption")
 
 

@@ -7,7 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
-from specray.engine.radix_cache import BlockPool, CacheNode, RadixCache
+from specray.engine.cache_nodes import CacheNode
+from specray.engine.radix_cache import BlockPool, RadixCache
 
 NUM_BLOCKS = 14
 Key = tuple[int, ...]

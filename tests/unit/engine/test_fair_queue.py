@@ -342,7 +342,7 @@ def test_tenants_change_the_order_and_no_output(num_blocks: int) -> None:
                 ended += [int(output.request_id)] if output.finish_reason else []
         outputs[len(tenants)] = tokens
         early = {tenants[index % len(tenants)] for index in ended[:6]}
-        assert (engine.scheduler.num_preemptions > 0) is (num_blocks == 14)
+        assert (engine.scheduler.slots.num_preemptions > 0) is (num_blocks == 14)
     assert outputs[1] == outputs[8]
     assert all(len(tokens) == 16 for tokens in outputs[8].values())
     assert early == {"heavy", *LIGHT[:2]}

@@ -1,6 +1,7 @@
 """Examples of eviction order, lookahead and many namespaces; test_block_cache has random operations."""
 
-from specray.engine.radix_cache import BlockPool, CacheNode, RadixCache
+from specray.engine.cache_nodes import CacheNode
+from specray.engine.radix_cache import BlockPool, RadixCache
 
 
 def store(cache: RadixCache, namespace: str, token_ids: list[int]) -> list[CacheNode]:

@@ -255,7 +255,7 @@ def test_preemption_does_not_change_outputs(
     outputs: dict[str, list[int]] = {f"r{seed}": [] for seed in range(4)}
     for output in run_to_end(engine):
         outputs[output.request_id] += output.token_ids
-    assert engine.scheduler.num_preemptions > 0
+    assert engine.scheduler.slots.num_preemptions > 0
     for seed, prompt in enumerate(prompts):
         tokens = prompt + outputs[f"r{seed}"]
         assert len(tokens) == len(prompt) + 30
@@ -293,7 +293,7 @@ def test_drafts_of_an_older_request_do_not_use_a_block_that_a_later_one_needs() 
     plan = scheduler.schedule()  # one block: `old` could draft into it, `young` has a ninth token
     assert [row.slot for row in plan.rows] == [old.slot, young.slot]
     assert [len(each.block_ids) for each in (old, young)] == [2, 3]
-    assert scheduler.num_preemptions == 0
+    assert scheduler.slots.num_preemptions == 0
 
 
 def _waiting(seed: int, num_tokens: int) -> Request:
@@ -386,7 +386,7 @@ def test_a_drafter_that_takes_over_is_new_to_requests_of_which_its_predecessor_h
     scheduler.add(cached)
     scheduler.add(new)
     plan = scheduler.schedule()  # the drafter connects during this step, and reads it
-    scheduler.drafter_took_over()
+    scheduler.slots.drafter_took_over()
     assert [each.acceptance.is_new_to_drafter for each in (old, cached, new)] == [True, True, False]
     assert (cached.num_cached_tokens, len(plan.new_requests)) == (8, 2)
 
@@ -399,7 +399,7 @@ def test_a_drafter_empties_the_cache_when_it_has_drafted_and_not_when_it_connect
     scheduler.add(old)
     scheduler.add(short)
     _step(scheduler)
-    scheduler.drafter_took_over()
+    scheduler.slots.drafter_took_over()
     _step(scheduler)
     scheduler.add(cached)
     _step(scheduler)

@@ -171,7 +171,7 @@ def test_all_requests_finish_despite_preemption() -> None:
     config = EngineConfig(page_size=4, max_running_requests=4, disable_radix_cache=True)
     run = Run(Case(config, 12, 4, seed=1))
     run.play(num_requests=12)
-    assert run.engine.scheduler.num_preemptions > 0
+    assert run.engine.scheduler.slots.num_preemptions > 0
     assert all(outputs[-1].finish_reason is FinishReason.LENGTH for outputs in run.outputs.values())
 
 
@@ -203,7 +203,7 @@ def test_a_preempted_request_waits_before_later_ones() -> None:
     run = Run(Case(config, 11, 0, seed=1))
     for request_id in ("first", "second", "third"):
         run.engine.add_request(EngineRequest(request_id, [5, 6], SamplingParams(seed=1, max_tokens=30)))
-    while not run.engine.scheduler.num_preemptions:
+    while not run.engine.scheduler.slots.num_preemptions:
         run.engine.step()
     assert [request.request_id for request in run.engine.scheduler.waiting] == ["second", "third"]
 
@@ -218,7 +218,7 @@ def test_what_a_preempted_request_computes_again_will_be_read(reuses: bool) -> N
     run.engine.step()
     for request in run.engine.scheduler.running:
         request.acceptance.num_missed_tokens = 99
-    while not run.engine.scheduler.num_preemptions:
+    while not run.engine.scheduler.slots.num_preemptions:
         run.engine.step()
     [preempted] = run.engine.scheduler.waiting
     while preempted.status is not Status.RUNNING:

@@ -30,7 +30,7 @@ async def assert_all_free(server: Server) -> None:
     """All KV blocks and request slots are free, and no request is registered anywhere."""
     scheduler = server.router._engine._engine.scheduler
     pool, num_slots = scheduler.pool, server.router._config.max_running_requests
-    await server.until(lambda: len(scheduler._free_slots) == num_slots and not scheduler.waiting)
+    await server.until(lambda: len(scheduler.slots.free) == num_slots and not scheduler.waiting)
     await server.until(lambda: pool.num_free + scheduler.cache.num_idle == pool.num_usable)
     await server.until(lambda: server.router._connections.num_requests == 0)
     await server.until(lambda: not any(client._listeners for client in server.router_pool._clients.values()))

@@ -397,4 +397,4 @@ def num_running(server: Server) -> int:
     engine = server.router._engine
     scheduler = engine._engine.scheduler
     num_waiting = len(engine._arrived) + len(scheduler.waiting)
-    return num_waiting + server.router._config.max_running_requests - scheduler.num_free_slots
+    return num_waiting + server.router._config.max_running_requests - scheduler.slots.num_free
