@@ -33,7 +33,7 @@ class Engine:
         self.drafter = DrafterInUse(
             config, self.capacity, self.scheduler.drafts, self.stats, self._record, tokenizer.decode
         )
-        self.requests = LiveRequests(config, self.capacity, self.scheduler, self.drafter, self._record, tokenizer)
+        self.requests = LiveRequests(config, self.capacity, self.scheduler, self.drafter, self.stats, tokenizer)
         self.admission = self.requests.admission
         self._in_flight: deque[StepPlan] = deque()  # submitted and not collected
 
@@ -85,7 +85,7 @@ class Engine:
 
     def update_gauges(self) -> None:
         """Bring the gauges of `stats` up to date; called before a snapshot."""
-        self._record.gauges(self.scheduler)
+        self.requests.record.gauges(self.scheduler)
 
     def _end_overdue(self) -> None:
         """Abort running and waiting requests past their deadline, in case their caller no longer can."""
@@ -98,8 +98,8 @@ class Engine:
         plan = self.scheduler.schedule()
         if plan is None:
             return False
-        running = self.scheduler.running  # those that start are the last ones
-        self._record.started(running[len(running) - len(plan.new_requests) :])
+        if plan.new_requests:  # the last ones that run
+            self.requests.record.started(self.scheduler.running[-len(plan.new_requests) :])
         self.executor.submit(plan)
         self._in_flight.append(plan)
         return True

@@ -16,9 +16,10 @@ from specray.engine.draft_tracer import DraftTracer
 from specray.engine.drafter_in_use import DrafterInUse
 from specray.engine.engine_request import EngineRequest
 from specray.engine.executor import Capacity
-from specray.engine.recorder import StatsRecorder
 from specray.engine.request import Request
+from specray.engine.request_recorder import RequestRecorder
 from specray.engine.scheduler import Scheduler
+from specray.engine.stats import EngineStats
 from specray.outputs import FinishReason, RequestOutput, RequestTimes
 
 
@@ -31,10 +32,10 @@ class LiveRequests:
         capacity: Capacity,
         scheduler: Scheduler,
         drafter: DrafterInUse,
-        record: StatsRecorder,
+        stats: EngineStats,
         tokenizer: Tokenizer,
     ) -> None:
-        self._scheduler, self._drafter, self._record = scheduler, drafter, record
+        self._scheduler, self._drafter, self.record = scheduler, drafter, RequestRecorder(stats)
         self._tokenizer, self._eos_token_ids = tokenizer, capacity.eos_token_ids
         self.by_id: dict[str, Request] = {}
         self.texts: dict[str, TextStream] = {}
@@ -69,7 +70,7 @@ class LiveRequests:
             self._drafter.selector.assign(request)
         self._scheduler.add(request)
         self.by_id[spec.request_id], self.texts[spec.request_id] = request, text
-        self._record.queued(request)
+        self.record.queued(request)
         self._entering = None
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -102,7 +103,7 @@ class LiveRequests:
             self._drafter.selector.end(request)
         del self.by_id[request.request_id], self.texts[request.request_id]
         self.tracers.pop(request.request_id, None)
-        self._record.finished(request, reason)
+        self.record.finished(request, reason)
         if self.on_finish is not None:
             self.on_finish(request)
         if self.auditor is not None:
