@@ -16,8 +16,8 @@ from specray.channel import Channel
 from specray.config import EngineConfig
 from specray.worker.remote_drafter.handshake import DraftEndpoint
 from specray.worker.remote_drafter.source import RemoteDrafts
+from specray.worker.served_loop import MAX_STARTED, ServedLoop
 from specray.worker.startup import start_worker
-from specray.worker.step_loop import MAX_STARTED, StepLoop
 from specray.worker.warm_up import warm_up
 
 EPOCH = 1
@@ -39,7 +39,7 @@ def main(size: str, config_file: str, address: str, drafts: str) -> None:
         connection.connect(address)
         channel = Channel(connection, EPOCH)
         channel.send(msgpack.packb(worker.capacity._asdict() | sizes))
-        StepLoop(worker).serve(channel)
+        ServedLoop(worker).serve(channel)
 
 
 if __name__ == "__main__":

@@ -34,8 +34,9 @@ from specray.models.tokenizer import load_tokenizer
 from specray.sampling_params import SamplingParams
 from specray.step import StepPlan, StepResult
 from specray.step_wire import pack, unpack_result
+from specray.worker.served_loop import MAX_STARTED
 from specray.worker.startup import start_worker
-from specray.worker.step_loop import MAX_STARTED, StepLoop
+from specray.worker.step_loop import StepLoop
 from specray.worker.warm_up import warm_up
 
 PLACES = ("in this process", "channel", "channel, colocated drafter")

@@ -74,7 +74,7 @@ class TargetActor:
         """
         from specray.worker.out_of_memory import STEPPING, enough_memory
         from specray.worker.remote_drafter.source import RemoteDrafts
-        from specray.worker.step_loop import StepLoop
+        from specray.worker.served_loop import ServedLoop
         from specray.worker.warm_up import warm_up
 
         with enough_memory(self._config, STEPPING, EngineDeadError):
@@ -89,7 +89,7 @@ class TargetActor:
             warm_up(self._worker, self._config)
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
                 connection.connect(address)
-                StepLoop(self._worker).serve(Channel(connection, epoch))
+                ServedLoop(self._worker).serve(Channel(connection, epoch))
 
     def _load(self, init_method: str | None) -> "Worker":
         # The router imports this module and must not load torch.

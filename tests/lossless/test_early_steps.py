@@ -37,6 +37,7 @@ from specray.worker.remote_drafter import handshake, server, source
 from specray.worker.remote_drafter.device_trees import DeviceTrees
 from specray.worker.remote_drafter.ring import NUM_REGIONS
 from specray.worker.remote_drafter.server import DraftServer, make_draft_server, remote_target_view
+from specray.worker.served_loop import ServedLoop
 from specray.worker.startup import start_worker
 from specray.worker.step_loop import StepLoop
 from specray.worker.warm_up import warm_up
@@ -173,7 +174,7 @@ def test_ranks_behind_a_router_begin_early(
 
     def serve() -> None:
         with torch.inference_mode():
-            StepLoop(worker).serve(Channel(ours, EPOCH))
+            ServedLoop(worker).serve(Channel(ours, EPOCH))
 
     thread = threading.Thread(target=serve)
     thread.start()
