@@ -122,9 +122,9 @@ def test_calls_run_in_the_order_in_which_they_were_made(monkeypatch: pytest.Monk
     """A request that follows a new drafter is planned for it, also if the loop wakes up only after both."""
     config, ran = EngineConfig(page_size=16), list[str]()
     engine = Engine(config, GatedExecutor(config), letters_tokenizer())
-    for name in ("draft_with", "enqueue"):
-        method = getattr(engine, name)
-        monkeypatch.setattr(engine, name, lambda *given, name=name, method=method: (ran.append(name), method(*given)))
+    for part, name in ((engine.drafter, "replace"), (engine.requests, "enqueue")):
+        method = getattr(part, name)
+        monkeypatch.setattr(part, name, lambda *given, name=name, method=method: (ran.append(name), method(*given)))
     outputs = OutputCollector()
     waiting = AsyncEngine(engine, outputs)
     waiting.submit(request(0, [2], max_tokens=2))
@@ -133,7 +133,7 @@ def test_calls_run_in_the_order_in_which_they_were_made(monkeypatch: pytest.Monk
     waiting.start()
     outputs.wait(2)
     waiting.close()
-    assert ran == ["enqueue", "draft_with", "enqueue"]
+    assert ran == ["enqueue", "replace", "enqueue"]
 
 
 def test_requests_from_several_threads_end_once_with_their_own_output() -> None:
