@@ -11,12 +11,11 @@ from typing import NamedTuple
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from specray.engine.decode_streams import decode_afresh, stream_after
 from specray.engine.stop_strings import AnswerStart, StopPrefixes, cut_at_stop
 from specray.outputs import FinishReason
 from specray.sampling_params import SamplingParams
 
-_CONTEXT_TOKENS = (8, 64, 512)  # of the prompt; more of them while they have no text
-_MOST_INCOMPLETE = 8  # tokens at their end without a whole character; one has four bytes at most
 _MOST_UNDECODED = 64  # tokens without a whole character: a stream decodes all of them again with each further one
 
 
@@ -53,7 +52,7 @@ class TextStream:
         self._stop_ids = frozenset(params.stop_token_ids) | frozenset(() if ignores_eos else eos_token_ids)
         self._max_tokens = max_tokens
         self._records_lengths = records_lengths
-        self._stream = self._stream_after(prompt_token_ids)
+        self._stream = stream_after(prompt_token_ids, tokenizer, params.skip_special_tokens)
         self._longest_stop = max(map(len, params.stop), default=0)
         self._prefixes = StopPrefixes(params.stop) if params.stop else None
         self._answer = AnswerStart(params.reasoning)
@@ -103,44 +102,14 @@ class TextStream:
         try:
             new_text: str | None = self._stream.step(self._tokenizer, token_id)
         except Exception:  # the library raises nothing narrower
-            new_text = self._decode_afresh()
+            self._stream, new_text = decode_afresh(self._undecoded, self._tokenizer, self._params.skip_special_tokens)
         if new_text is None:
-            return "" if len(self._undecoded) < _MOST_UNDECODED else self._give_up()
+            if len(self._undecoded) < _MOST_UNDECODED:
+                return ""
+            self._stream = DecodeStream(skip_special_tokens=self._params.skip_special_tokens)
+            return self._flush()  # they are parts of no character
         self._undecoded.clear()
         return self._append(new_text)
-
-    def _stream_after(self, token_ids: Sequence[int]) -> DecodeStream:
-        """A stream that continues the text of `token_ids`, of which it needs the last ones that have a text.
-
-        An incomplete character at their end is left out: the stream would return the text before it once more. Steps
-        wait for this, so of a prompt whose end has no text at all, a bounded part is looked at.
-        """
-        skips = self._params.skip_special_tokens
-        ids, text = list[int](), ""
-        for length in _CONTEXT_TOKENS:
-            ids = list(token_ids[-length:])
-            for _ in range(_MOST_INCOMPLETE + 1):
-                text = self._tokenizer.decode(ids, skip_special_tokens=skips)
-                if text and not text.endswith("\ufffd"):
-                    return DecodeStream(ids=ids, skip_special_tokens=skips)
-                if not text:
-                    break
-                ids.pop()
-        return DecodeStream(ids=[] if text else ids, skip_special_tokens=skips)
-
-    def _decode_afresh(self) -> str:
-        """Decode the pending tokens as a separate text.
-
-        Byte-fallback decoders replace a run of byte tokens by U+FFFD once a later byte makes it invalid, including
-        characters that were already sent. The stream then raises. Text that was sent is not changed.
-        """
-        self._stream = DecodeStream(skip_special_tokens=self._params.skip_special_tokens)
-        return "".join(self._stream.step(self._tokenizer, token_id) or "" for token_id in self._undecoded)
-
-    def _give_up(self) -> str:
-        """Decode the pending tokens, which are parts of no character, and begin anew."""
-        self._stream = DecodeStream(skip_special_tokens=self._params.skip_special_tokens)
-        return self._flush()
 
     def _flush(self) -> str:
         """Decode the bytes of an incomplete character as U+FFFD."""

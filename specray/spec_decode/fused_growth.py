@@ -12,7 +12,7 @@ from specray.spec_decode.draft_rows import DraftKV, DraftRows
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 from specray.spec_decode.scheduled_rows import ScheduledRows
-from specray.spec_decode.tree_noise import TreeNoise, tree_noise
+from specray.spec_decode.tree_noise import TreeNoise
 from specray.spec_decode.tree_shape import TreeShape
 
 
@@ -56,7 +56,7 @@ class FusedDrafts:
         slots, starts, ends = context.bounds
         committed = CommittedTokens(table, count, slots, starts, ends, read)
         slots, ends = slots[:count], ends[:count]
-        options = self._options(tree_noise(context, context.requests, slots, ends, shape.num_steps))
+        options = self._options(context.noise(context.requests, slots, ends, shape.num_steps))
         return _tree(network.draft(attention, committed, self._limits(shape), options), shape)
 
     def _fused(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.request_table import RequestTable
+from specray.spec_decode.tree_noise import TreeNoise
 from specray.spec_decode.tree_shape import TreeShape
 from specray.step import DraftLimit
 
@@ -74,6 +75,11 @@ class ProposeContext:
     def are_sampled(self, requests: Sequence[DraftRequest]) -> list[bool]:
         """Which requests have a temperature above 0."""
         return [self.table.states[request.slot].sampling.is_sampled for request in requests]
+
+    def noise(self, requests: Sequence[DraftRequest], slots: Tensor, ends: Tensor, num_levels: int) -> TreeNoise | None:
+        """The noise of `requests`, whose `slots` and `ends` are int64 [B]; None if all are greedy."""
+        is_sampled = any(self.are_sampled(requests))
+        return TreeNoise.of(self.table, slots, ends, num_levels) if is_sampled else None
 
     def limited(self, shape: TreeShape, requests: Sequence[DraftRequest]) -> TreeShape:
         """`shape` within the limits of these requests, of which there is one at least."""

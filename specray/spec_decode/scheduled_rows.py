@@ -21,7 +21,7 @@ from specray.spec_decode.draft_rows import (
     by_layer,
 )
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
-from specray.spec_decode.tree_noise import TreeNoise, tree_noise
+from specray.spec_decode.tree_noise import TreeNoise
 from specray.spec_decode.tree_shape import TreeShape
 
 
@@ -124,7 +124,7 @@ class ScheduledRows:
         return self.context.limited(shape, self.requests)
 
     def noise(self, num_levels: int) -> TreeNoise | None:
-        return tree_noise(self.context, self.requests, self.slots, self.ends, num_levels)
+        return self.context.noise(self.requests, self.slots, self.ends, num_levels)
 
     def _first(self, kv_slots: Tensor, kv_lens: list[int]) -> Prefix:
         """Of the requests that get a tree."""

@@ -1,6 +1,5 @@
 """The target's sampling noise at the nodes of growing trees, so that drafts of sampled requests are accepted more."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -8,7 +7,6 @@ from torch import Tensor
 
 from specray.ops.device_ops import ops_on
 from specray.ops.sampling_state import GREEDY_BELOW
-from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 from specray.spec_decode.request_table import RequestTable
 
 
@@ -41,11 +39,3 @@ class TreeNoise:
         temperature = self.temperature[:, None]
         probs = (logits / temperature.clamp(min=GREEDY_BELOW)).softmax(-1) * (temperature >= GREEDY_BELOW)
         return probs if ids is None else probs.new_zeros(len(probs), int(ids.max()) + 1).index_copy_(1, ids, probs)
-
-
-def tree_noise(
-    context: ProposeContext, requests: Sequence[DraftRequest], slots: Tensor, ends: Tensor, num_levels: int
-) -> TreeNoise | None:
-    """The noise of `requests`, whose `slots` and `ends` are int64 [B]; None if all are greedy."""
-    are_sampled = context.are_sampled(requests)
-    return TreeNoise.of(context.table, slots, ends, num_levels) if any(are_sampled) else None
