@@ -1,13 +1,11 @@
 """The requests of one rank by slot: tensors for input building, sampling and drafting, and their host mirror.
 
-The tensors are views of one int32 buffer on the device. On a CPU, changes are written at once. For another device they
-are collected on the host as pairs of place and value and written by one copy and one scatter a step. The host keeps
-what determines shapes: token ids, lengths and KV slots.
+The tensors are views of one int32 buffer on the device. On a CPU, changes are written at once; for another device see
+`table_changes`. The host keeps what determines shapes: token ids, lengths and KV slots.
 A slot is a row of this table; a KV slot is one token's place in the KV pool.
 """
 
 from collections.abc import Sequence
-from itertools import chain
 from typing import cast
 
 import numpy as np
@@ -19,6 +17,7 @@ from specray.ops.sampling_state import OptionColumns, SamplingBatch
 from specray.ops.step_tensors import RequestBuffer
 from specray.spec_decode.request_state import RequestState, sampling_columns
 from specray.spec_decode.step_ops import step_ops
+from specray.spec_decode.table_changes import TableChanges
 from specray.step import NewRequest
 
 _NUM_SCALARS = 8  # int32 columns behind token ids and KV slots: see RequestTable.__init__
@@ -51,9 +50,9 @@ class RequestTable:
         self.host_kv_slots = np.zeros((num_slots, self._width), dtype=np.int32)
         self.states: dict[int, RequestState] = {}
         self.device = device
-        # None: changes wait for `flush`.
+        # One of them writes changes: at once on a CPU, by `flush` on another device.
         self._host_buffer = self._buffer.numpy() if device.type == "cpu" else None
-        self._changes: list[tuple[int, Sequence[int]]] = []  # (first place in the buffer, values)
+        self._changes = TableChanges(self._buffer)
         self.ops = step_ops(device).table(self.buffer)
 
     def enter(self, new: NewRequest) -> None:
@@ -93,22 +92,7 @@ class RequestTable:
 
     def flush(self, *rows: Sequence[int]) -> Tensor:
         """Write all changes that wait to the device. `rows` are copied along and returned as int64 [len(rows), n]."""
-        changes, self._changes = self._changes, []
-        if not changes:
-            return self.numbers(*rows)
-        extra = np.array(rows, dtype=np.int64)
-        lengths = np.array([len(values) for _, values in changes])
-        ends = lengths.cumsum()
-        firsts = np.array([first for first, _ in changes], dtype=np.int64) - (ends - lengths)
-        places = np.arange(ends[-1]) + firsts.repeat(lengths)
-        values = np.fromiter(chain.from_iterable(part for _, part in changes), np.int32, len(places))
-        parts = (extra.ravel().view(np.int32), places.view(np.int32), values)
-        packed = torch.from_numpy(np.concatenate(parts)).to(self.device, non_blocking=True)
-        columns, index, written = packed.split_with_sizes([len(part) for part in parts])
-        self._buffer.index_copy_(0, index.view(torch.int64), written)
-        if not extra.size:  # an empty array may have strides that no view fits
-            return torch.empty(extra.shape, dtype=torch.int64, device=self.device)
-        return columns.view(torch.int64).view(extra.shape)
+        return self._changes.write(rows) if self._changes.waiting else self.numbers(*rows)
 
     def tokens_at(self, slots: Tensor, positions: Tensor) -> Tensor:
         """Token ids, int64 [T]; `slots` and `positions` are int64 [T]."""
@@ -135,6 +119,6 @@ class RequestTable:
     def _change(self, slot: int, column: int, values: Sequence[int]) -> None:
         first = slot * self._row + column
         if self._host_buffer is None:
-            self._changes.append((first, values))
+            self._changes.waiting.append((first, values))
         else:
             self._host_buffer[first : first + len(values)] = values
