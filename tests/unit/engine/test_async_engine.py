@@ -291,7 +291,8 @@ def test_every_request_ends_once_though_the_engine_itself_fails(broken: str, mon
         engine.submit(submitted[0])
         outputs.wait_for_tokens("r1")
         with engine._changed:  # the loop waits for it between two steps
-            monkeypatch.setattr(engine._engine, broken, Mock(side_effect=RuntimeError("broken")))
+            part = engine._engine.requests if broken == "enqueue" else engine._engine
+            monkeypatch.setattr(part, broken, Mock(side_effect=RuntimeError("broken")))
             if broken == "fail_all":
                 executor.error = RuntimeError("broken")
             engine.submit(submitted[1])
