@@ -23,6 +23,7 @@ _LENGTH_BYTES = 8
 _HEAD_BYTES = 4096  # sent with the length; enough for most steps, so that one broadcast suffices
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _CHECKED = 97  # numbers of the sum that is compared with NCCL's
+_REASON_BYTES = 256  # of why a rank cannot use the one-shot kernel, as others see it
 logger = logging.getLogger(__name__)
 
 
@@ -93,7 +94,7 @@ class RankGroup:
     def start_one_shot(self, num_bytes: int, device: torch.device) -> str:
         """Sum what fits in `num_bytes` of a GPU's memory by one kernel from now on; returns what sums over ranks.
 
-        Call it in every rank at once. If one of them cannot, or gets another sum, all keep NCCL's.
+        Call it in every rank at once. If one of them cannot, or gets another sum, all keep NCCL's, and return why.
         """
         used = "one-shot kernel over symmetric memory"
         if (reason := self._try_one_shot(num_bytes, device)) is not None:
@@ -148,28 +149,49 @@ class RankGroup:
         """Why this is not possible, or None."""
         own = f"{platform.node()} {_BOOT_ID.read_text() if _BOOT_ID.exists() else ''}"
         first = self.broadcast_bytes(own.encode() if self.leads else None).decode()
-        if not self.smallest(int(own == first)):
-            return "ranks on several machines"
-        assert dist.group.WORLD is not None
-        reason = "another rank cannot, see its log"
+        if reason := self._first_reason(None if own == first else "it is on another machine than rank 0"):
+            return reason
+        # All agree on each part before the next one, in which ranks wait for each other.
+        for part in (self._allocate, self._meet):
+            try:
+                part(num_bytes, device)
+                failure = None
+            except (ImportError, OSError, RuntimeError) as error:
+                failure = _first_line(error)
+            if reason := self._first_reason(failure):
+                return reason
+        return self._compare_sums(device)
+
+    def _allocate(self, num_bytes: int, device: torch.device) -> None:
         # Ray shows each rank one GPU, which is its first, and torch takes that for one GPU that all share.
         os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
-        try:
-            from specray.ops.gpu.all_reduce import OneShotAllReduce
+        self._buffers = PeerBuffers(num_bytes, device)
 
-            self._buffers = PeerBuffers(num_bytes, device, dist.group.WORLD)
-            self.one_shot = OneShotAllReduce(self.rank, self._buffers.addresses, num_bytes, device)
-        except (ImportError, OSError, RuntimeError) as error:
-            reason = str(error).partition("\n")[0]
-        if not self.smallest(int(self.one_shot is not None)):
-            return reason
+    def _meet(self, num_bytes: int, device: torch.device) -> None:
+        from specray.ops.gpu.all_reduce import OneShotAllReduce
+
+        assert self._buffers is not None
+        assert dist.group.WORLD is not None
+        self.one_shot = OneShotAllReduce(self.rank, self._buffers.meet(dist.group.WORLD), num_bytes, device)
+
+    def _compare_sums(self, device: torch.device) -> str | None:
+        """Why the first sum of the one-shot kernel is not that of gathered parts, or None."""
         assert self.one_shot is not None
         part = torch.arange(_CHECKED, device=device, dtype=torch.bfloat16) / (self.rank + 3)
         summed, wanted = part.clone(), part
         launch_error = self.one_shot.try_sum(summed)
         self._sum_by_rank(wanted)
-        is_right = launch_error is None and torch.equal(summed, wanted)
-        return None if self.smallest(int(is_right)) else launch_error or "the kernel's sum differs"
+        is_right = torch.equal(summed, wanted)  # waits for the kernel, before this or another rank frees its memory
+        failure = "the kernel's sum differs" if self.one_shot.has_summed else "it waited in vain for another rank"
+        return self._first_reason(launch_error) or self._first_reason(None if is_right else failure)
+
+    def _first_reason(self, own: str | None) -> str | None:
+        """The first rank's reason and that rank, on all ranks; None if none has one."""
+        cut = (own or "").encode()[:_REASON_BYTES].ljust(_REASON_BYTES, b"\0")
+        parts = [torch.empty(_REASON_BYTES, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(parts, torch.frombuffer(bytearray(cut), dtype=torch.uint8), group=self._cpu)
+        reasons = [bytes(part.tolist()).rstrip(b"\0").decode(errors="ignore") for part in parts]
+        return next((f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason), None)
 
     def _sum_by_rank(self, partial: Tensor) -> None:
         first, *others = self._gathered(partial)
@@ -184,6 +206,10 @@ class RankGroup:
 
     def _broadcast(self, buffer: bytearray) -> None:
         dist.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), 0, group=self._cpu)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__
 
 
 class SilentRank(RankGroup):

@@ -33,17 +33,22 @@ def buffer_bytes(num_ranks: int, num_rows: int, row_bytes: int) -> int:
 
 
 class PeerBuffers:
-    """`num_bytes` of zeros on each rank's GPU; make it in every rank of `group` at once, and let all of them meet.
+    """`num_bytes` of zeros on each rank's GPU. Make it in every rank, and once all have theirs, let them `meet`.
 
-    RuntimeError, ImportError or OSError where the driver, the machine or torch cannot.
+    Both raise RuntimeError, ImportError or OSError where the driver, the machine or torch cannot.
     """
 
-    def __init__(self, num_bytes: int, device: torch.device, group: dist.ProcessGroup) -> None:
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
         from torch.distributed import _symmetric_memory as symmetric  # not in every build of torch
 
         self._own: Tensor = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
         self._own.zero_()
         torch.cuda.synchronize(device)
-        self._handle: Any = symmetric.rendezvous(self._own, group)
-        self._peers = [self._handle.get_buffer(rank, (num_bytes,), torch.uint8) for rank in range(group.size())]
-        self.addresses = [peer.data_ptr() for peer in self._peers]  # of each rank's memory, as seen from this one
+
+    def meet(self, group: dist.ProcessGroup) -> list[int]:
+        """Addresses of each rank's memory, as seen from this one. It waits minutes for a rank that does not call it."""
+        from torch.distributed import _symmetric_memory as symmetric
+
+        handle: Any = symmetric.rendezvous(self._own, group)
+        self._peers = [handle.get_buffer(rank, self._own.shape, torch.uint8) for rank in range(group.size())]
+        return [peer.data_ptr() for peer in self._peers]

@@ -33,6 +33,7 @@ from specray.ops.gpu import (
     step_kernels,
     tree_kernels,
 )
+from specray.ops.gpu.all_reduce import TRIAL_POLLS
 from specray.ops.gpu.attention import num_warps
 from specray.ops.quantised_weight import E2M1, E4M3, INT4, INT8
 
@@ -115,8 +116,9 @@ def cases() -> Iterator[Case]:
         yield Case(layer_kernels.rotate_head, rotated | {"MANTISSA": 0}, num_warps=1)
     for adds in (False, True):
         yield Case(layer_kernels.norm_rows, {"SIZE": 4096, "PADDED": 4096, "ADDS": adds}, num_warps=16)
-    for ranks, norms in product((2, 8), (False, True)):
+    for ranks, (norms, polls) in product((2, 8), ((False, 0), (True, 0), (False, TRIAL_POLLS))):
         constants = {"SIZE": 4096, "PADDED": 4096, "NORMS": norms, "RANKS": ranks, "FLAG_BYTES": 4096}
+        constants["MOST_POLLS"] = polls
         yield Case(all_reduce_kernels.sum_over_ranks, constants, num_warps=16)
     yield Case(layer_kernels.silu_block, {"BLOCK": 1024})
     width = {"SIZE": 14336, "WIDTH": 14336, "PADDED": 16384}

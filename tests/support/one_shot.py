@@ -29,12 +29,15 @@ class MappedBuffers:
 
     folder: ClassVar[Path]
 
-    def __init__(self, num_bytes: int, device: torch.device, group: Any) -> None:
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
         assert device == CPU
+        self._num_bytes = num_bytes
         self.folder.mkdir(exist_ok=True)
+
+    def meet(self, group: Any) -> list[int]:
         paths = [str(self.folder / str(rank)) for rank in range(group.size())]
-        self._memory = [torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8) for path in paths]
-        self.addresses = [memory.data_ptr() for memory in self._memory]
+        self._memory = [torch.from_file(path, shared=True, size=self._num_bytes, dtype=torch.uint8) for path in paths]
+        return [memory.data_ptr() for memory in self._memory]
 
 
 class OneShotGroup(RankGroup):

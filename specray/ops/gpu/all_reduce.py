@@ -12,6 +12,9 @@ from specray.ops.gpu.launches import starts_early
 from specray.ops.peer_buffers import NUM_PROGRAMS, flag_bytes, most_bytes
 
 _MOST_COLUMNS = 16384  # that a program holds
+# Looks of `try_sum` at a rank's flag. If each takes a microsecond, these are half a minute, in which another rank may
+# still compile the kernel. Derived, not measured.
+TRIAL_POLLS = 1 << 25
 
 
 class OneShotAllReduce:
@@ -40,12 +43,20 @@ class OneShotAllReduce:
         self._launch(part, part, part, part, 0.0, norms=False)
 
     def try_sum(self, part: Tensor) -> str | None:
-        """`sum`, or why the kernel cannot be compiled or launched; then `part` is as it was."""
+        """`sum`, or why the kernel cannot be compiled or launched; then `part` is as it was.
+
+        Unlike `sum`, it gives up waiting for a rank that does not come, and `part` is then any numbers.
+        """
         try:
-            self.sum(part)
+            self._launch(part, part, part, part, 0.0, norms=False, most_polls=TRIAL_POLLS)
         except (TritonError, RuntimeError) as error:
             return str(error).partition("\n")[0] or type(error).__name__
         return None
+
+    @property
+    def has_summed(self) -> bool:
+        """Whether all ranks have met in a sum. Waits for the device."""
+        return bool(self._turns[0])
 
     def add_rms_norm(self, part: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """`TorchOps.add_rms_norm` of the sum of every rank's `part` [T, size], which becomes the sum with residual."""
@@ -53,7 +64,9 @@ class OneShotAllReduce:
         self._launch(part, residual, out, weight, eps, norms=True)
         return out
 
-    def _launch(self, x: Tensor, residual: Tensor, out: Tensor, weight: Tensor, eps: float, norms: bool) -> None:
+    def _launch(
+        self, x: Tensor, residual: Tensor, out: Tensor, weight: Tensor, eps: float, norms: bool, most_polls: int = 0
+    ) -> None:
         size = x.shape[-1]
         num_rows, padded = x.numel() // size, triton.next_power_of_2(size)
         sum_over_ranks[(min(num_rows, NUM_PROGRAMS),)](
@@ -72,6 +85,7 @@ class OneShotAllReduce:
             SIZE=size,
             PADDED=padded,
             NORMS=norms,
+            MOST_POLLS=most_polls,
             num_warps=min(16, max(1, padded // 256)),  # as `layers.add_rms_norm`, for the same bits
             **starts_early(x.device),
         )

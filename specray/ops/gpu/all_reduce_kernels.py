@@ -15,7 +15,7 @@ def sum_over_ranks(
     weight,
     eps,
     addresses,  # int64 [RANKS]: where each rank's memory of all programs begins, see `specray.ops.peer_buffers`
-    turns,  # int64 [programs]: this rank's sums so far in which a program took part
+    turns,  # int64 [programs]: this rank's sums so far in which a program took part, and met all others
     rank,
     num_rows,
     region_size,  # elements of a program's buffer; it has two
@@ -24,6 +24,7 @@ def sum_over_ranks(
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
     NORMS: tl.constexpr,
+    MOST_POLLS: tl.constexpr,  # of a rank's flag, after which it goes on without that rank; 0: it waits for ever
     EARLY: tl.constexpr,
 ):
     """A program meets the programs of its number on the other ranks, and nobody else.
@@ -47,11 +48,15 @@ def sum_over_ranks(
     for other in tl.static_range(RANKS):
         flags = tl.load(addresses + other).to(tl.pointer_type(tl.int64)) + program * RANKS
         tl.atomic_xchg(flags + rank, turn, sem="release", scope="sys")
+    met = turn
     for other in tl.static_range(RANKS):
         flag = own.to(tl.pointer_type(tl.int64)) + program * RANKS + other
         seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-        while seen < turn:  # one that is ahead has set it to turn + 1
+        num_polls = turn * 0
+        while (seen < turn) & ((MOST_POLLS == 0) | (num_polls < MOST_POLLS)):  # one that is ahead is at turn + 1
             seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+            num_polls += 1
+        met = tl.minimum(met, seen)
     tl.debug_barrier()
     for row in range(program, num_rows, tl.num_programs(0)):
         place = region + (row - program) // tl.num_programs(0) * SIZE
@@ -68,7 +73,7 @@ def sum_over_ranks(
             normed = norm_values(summed.to(tl.float32), weight, column, is_column, eps, SIZE)
             tl.store(out + target, normed.to(out.dtype.element_ty), mask=is_column)
         tl.store(x + target, summed, mask=is_column)
-    tl.store(turns + program, turn)
+    tl.store(turns + program, met)
 
 
 @triton.jit

@@ -1,9 +1,11 @@
 """The one-shot all-reduce, by real processes over shared memory, against the sum of gathered parts, bit by bit."""
 
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from multiprocessing.queues import Queue
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from specray.layers.parallel import RankGroup
 from specray.ops.gpu import all_reduce, layers
 from specray.ops.peer_buffers import NUM_PROGRAMS, buffer_bytes, flag_bytes, most_bytes
 from tests.support.forked import PROCESSES
-from tests.support.one_shot import CPU, OneShotGroup
+from tests.support.one_shot import CPU, MappedBuffers, OneShotGroup
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SIZES = ((1, 1), (3, 17), (2, 1000))
@@ -42,8 +44,17 @@ def test_a_kernel_with_another_sum_is_refused(tmp_path: Path) -> None:
     assert _wrong_of_all(_refused, 2, tmp_path) == [[]] * 2
 
 
-def test_a_kernel_that_cannot_be_launched_is_refused(tmp_path: Path) -> None:
-    assert _wrong_of_all(_not_launched, 2, tmp_path) == [[]] * 2
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("memory", "rank 1: no memory for it"),
+        ("launch", "rank 1: ptxas failed"),
+        ("silence", "rank 0: it waited in vain for another rank"),
+    ],
+)
+def test_what_one_rank_cannot_do_all_leave(fault: str, reason: str, tmp_path: Path) -> None:
+    """At once, if it has no memory. A rank whose kernel has started waits for the other one's, but not for ever."""
+    assert _wrong_of_all(partial(_one_fails, fault, reason), 2, tmp_path) == [[]] * 2
 
 
 def test_without_symmetric_memory_sums_are_those_of_the_library(tmp_path: Path) -> None:
@@ -116,31 +127,44 @@ def _replays(meeting: str, rank: int, size: int, found: "Queue[list[str]]") -> N
 
 def _refused(meeting: str, rank: int, size: int, found: "Queue[list[str]]") -> None:
     torch.set_num_threads(1)
-    right = all_reduce.OneShotAllReduce.sum
+    right = all_reduce.OneShotAllReduce.try_sum
 
-    def sum_wrongly(self: all_reduce.OneShotAllReduce, part: Tensor) -> None:
-        right(self, part)
+    def sum_wrongly(self: all_reduce.OneShotAllReduce, part: Tensor) -> str | None:
+        error = right(self, part)
         part[0] += rank  # on one of them
+        return error
 
-    all_reduce.OneShotAllReduce.sum = sum_wrongly  # type: ignore[method-assign]
+    all_reduce.OneShotAllReduce.try_sum = sum_wrongly  # type: ignore[method-assign]
     group = OneShotGroup(rank, size, meeting)
-    found.put([] if group.sums == "NCCL: the kernel's sum differs" and group.one_shot is None else [group.sums])
+    found.put([] if group.sums == "NCCL: rank 1: the kernel's sum differs" and group.one_shot is None else [group.sums])
     group.close()
 
 
-def _not_launched(meeting: str, rank: int, size: int, found: "Queue[list[str]]") -> None:
+def _one_fails(fault: str, reason: str, meeting: str, rank: int, size: int, found: "Queue[list[str]]") -> None:
     torch.set_num_threads(1)
-
-    def fail(*_: object, **__: object) -> None:
-        raise TritonError("ptxas failed\nmore of it")  # no RuntimeError
-
-    all_reduce.OneShotAllReduce._launch = fail  # type: ignore[method-assign]
+    all_reduce.TRIAL_POLLS = 1000
+    if fault == "memory":
+        MappedBuffers.meet = _fails(RuntimeError("not all ranks have memory"))  # type: ignore[method-assign]
+    if rank == 1 and fault == "memory":
+        MappedBuffers.__init__ = _fails(RuntimeError("no memory for it"))  # type: ignore[method-assign]
+    elif rank == 1 and fault == "launch":
+        error = TritonError("ptxas failed\nmore of it")  # no RuntimeError
+        all_reduce.OneShotAllReduce._launch = _fails(error)  # type: ignore[method-assign]
+    elif rank == 1:
+        all_reduce.OneShotAllReduce._launch = lambda *_, **__: None  # type: ignore[method-assign]
     group = OneShotGroup(rank, size, meeting)
-    wrong = [] if group.sums == "NCCL: ptxas failed" and group.one_shot is None else [group.sums]
+    wrong = [] if group.sums == f"NCCL: {reason}" and group.one_shot is None else [group.sums]
     if not torch.equal(group.sum(torch.ones(3)), torch.full((3,), 2.0)):
         wrong.append("sum")
     found.put(wrong)
     group.close()
+
+
+def _fails(error: Exception) -> Callable[..., Any]:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    return fail
 
 
 def _without(meeting: str, rank: int, size: int, found: "Queue[list[str]]") -> None:
