@@ -3,7 +3,9 @@
 It replaces the functions of `triton.language` by its own for each launch, and again for each call of a device function,
 and then puts them back; this takes longer than the kernels of small tests. Here they are replaced once and stay so:
 with TRITON_INTERPRET=1, nothing in the process compiles a kernel. Each value's type and shape would be made from new
-objects; here equal ones share them, as nothing changes them.
+objects; here equal ones share them, as nothing changes them. Operands of equal types would be checked and converted to
+the type that they have. Additions of integers would be repeated with 64 bits to find overflows, and the finding
+dropped, because only a debugger asks for it. Memory would be copied to the host, where it is, and back.
 
 A tensor core computes each element of a product in the same way. The interpreter calls a BLAS library, which on some
 CPUs sums the rows at a tile's end in another order than the first ones.
@@ -65,6 +67,31 @@ def _share_shapes(interpreter: Any) -> None:
     semantic.broadcast_impl_value = broadcast_others
 
 
+def _accept_equal_types(interpreter: Any) -> None:
+    """Let operands of equal types and shapes be used as they are, and small numbers have the other operand's type."""
+    core, semantic = interpreter.tl.core, interpreter.TritonSemantic
+    check_others, are_others_equal = semantic.binary_op_type_checking_impl, core.dtype.__eq__
+    integers, floats = {"int32", "int64", "uint32", "uint64"}, {"fp32", "fp64"}
+    exact = integers | floats | {"int1"}
+
+    def checked(self: Any, lhs: Any, rhs: Any, *options: Any, **named: Any) -> tuple[Any, Any]:
+        if type(lhs) is core.tensor and lhs.dtype.name in exact:
+            if type(rhs) is core.tensor:
+                if lhs.shape is rhs.shape and lhs.dtype.name == rhs.dtype.name:
+                    return lhs, rhs
+            elif (type(rhs) is int and 0 <= rhs < 2**31 and lhs.dtype.name in integers) or (
+                type(rhs) is float and lhs.dtype.name in floats
+            ):
+                data = np.full(lhs.handle.data.shape, rhs, interpreter._get_np_dtype(lhs.dtype))
+                return lhs, core.tensor(interpreter.TensorHandle(data, lhs.dtype), lhs.type)
+        return check_others(self, lhs, rhs, *options, **named)  # type: ignore[no-any-return]
+
+    def is_equal(self: Any, other: Any) -> bool:
+        return self is other or are_others_equal(self, other)
+
+    semantic.binary_op_type_checking_impl, core.dtype.__eq__ = checked, is_equal
+
+
 def _share_numpy_types(interpreter: Any) -> None:
     """Look up the numpy type of a type by its name, where a table of all types would be made for each look-up."""
     look_up = interpreter._get_np_dtype
@@ -118,8 +145,12 @@ def patch_interpreter() -> None:
         return
     patch, languages = interpreter._patch_lang, (interpreter.tl, interpreter.tl.core)
     known: set[frozenset[int]] = set()
+    modules: dict[int, dict[str, Any]] = {}  # whose functions need nothing more, by their address
 
     def patch_once(function: Any) -> _NothingToRestore:
+        if id(function.__globals__) in modules:
+            return _NothingToRestore()
+        modules[id(function.__globals__)] = function.__globals__
         seen = frozenset(
             id(value)
             for value in function.__globals__.values()
@@ -131,8 +162,12 @@ def patch_interpreter() -> None:
         return _NothingToRestore()
 
     _share_shapes(interpreter)
+    _accept_equal_types(interpreter)
     _share_numpy_types(interpreter)
     _call_directly(interpreter)
     _round_bfloat16(interpreter)
     interpreter._patch_lang = patch_once
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+    interpreter.GridExecutor._init_args_hst = lambda _self, args, named: (args, named)
+    interpreter.GridExecutor._restore_args_dev = lambda *_: None
     interpreter.InterpreterBuilder.create_dot = _fixed_order_dot(interpreter)
