@@ -48,18 +48,21 @@ batches = (
 )
 
 
-def sees(shape: RequestShape, query: int, key: int, window: int | None) -> bool:
-    """Whether query `query` of a row attends to its key `key`."""
+def visible(shape: RequestShape, window: int | None) -> np.ndarray:
+    """bool [queries, keys]: which keys of its row a query attends to."""
     first_draft = shape.num_past + shape.num_known  # its key
-    query_as_key = shape.num_past + query
-    window = window or query_as_key + 1
-    node, depth = query_as_key - first_draft + 1, 0  # node 0 is the root
-    while node > 0:
-        if key == first_draft + node - 1:
-            return depth < window
-        node, depth = shape.parents[node], depth + 1
-    position = min(query_as_key, first_draft - 1) + depth
-    return position - window < key <= position and key < first_draft
+    num_keys = first_draft + len(shape.parents) - 1
+    sees = np.zeros((num_keys - shape.num_past, num_keys), dtype=bool)
+    for query, keys in enumerate(sees):
+        query_as_key = shape.num_past + query
+        size = window or query_as_key + 1
+        node, depth = query_as_key - first_draft + 1, 0  # node 0 is the root
+        while node > 0:
+            keys[first_draft + node - 1] = depth < size
+            node, depth = shape.parents[node], depth + 1
+        position = min(query_as_key, first_draft - 1) + depth
+        keys[max(position - size + 1, 0) : min(position + 1, first_draft)] = True
+    return sees
 
 
 def ancestors(parents: list[int]) -> np.ndarray:
@@ -122,15 +125,13 @@ def in_window(window: int | None, pool: Tensor) -> list[LayerAttention]:
 def naive(
     shapes: list[RequestShape], rows: AttentionBatch, layer_pool: Tensor, q: Tensor, window: int | None = None
 ) -> Tensor:
-    """Attention in float64, one query and one head at a time."""
+    """Attention in float64, one query at a time."""
     out, at, fold = torch.zeros(q.shape, dtype=torch.float64), 0, q.shape[1] // layer_pool.shape[2]
     for shape, slots, length in zip(shapes, slots_of(rows), rows.query_lens, strict=True):
-        for query in range(length):
-            keys = [int(slot) for key, slot in enumerate(slots) if sees(shape, query, key, window)]
-            for head in range(q.shape[1]):
-                k, v = layer_pool[keys, 0, head // fold].double(), layer_pool[keys, 1, head // fold].double()
-                probs = (k @ q[at + query, head].double() / q.shape[2] ** 0.5).softmax(0)
-                out[at + query, head] = probs @ v
+        for query, sees in enumerate(visible(shape, window)):
+            k, v = layer_pool[slots[sees]].double().repeat_interleave(fold, 2).unbind(1)
+            scores = torch.einsum("khd,hd->hk", k, q[at + query].double()) / q.shape[2] ** 0.5
+            out[at + query] = torch.einsum("hk,khd->hd", scores.softmax(-1), v)
         at += length
     return out.flatten(1)
 

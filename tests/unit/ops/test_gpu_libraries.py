@@ -23,7 +23,7 @@ from specray.ops.layer_attention import LayerAttention, complete_layers, layer_p
 from tests.support import attention_libraries
 from tests.support.fake_cuda import fake_cuda
 from tests.support.signatures import recorded, signature, signature_in
-from tests.unit.ops.test_attention import NUM_SLOTS, RequestShape, make_rows, row_shapes, sees, slots_of
+from tests.unit.ops.test_attention import NUM_SLOTS, RequestShape, make_rows, row_shapes, slots_of, visible
 
 pytest.importorskip("triton")
 
@@ -129,7 +129,7 @@ def test_a_packed_mask_has_a_bit_for_each_query_and_key(rows: list[RequestShape]
     starts = mask.starts.tolist()
     assert len(mask.bits) == starts[-1]
     for place, (row, queries, keys) in enumerate(zip(rows, batch.query_lens, batch.kv_lens, strict=True)):
-        wanted = [[sees(row, query, key, None) for key in range(keys)] for query in range(queries)]
+        wanted = visible(row, None)
         stored = np.unpackbits(mask.bits[starts[place] : starts[place + 1]].numpy(), bitorder="little")
         assert np.array_equal(stored[: queries * keys].reshape(queries, keys), wanted)
         assert len(stored) - queries * keys < 8

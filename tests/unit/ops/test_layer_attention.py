@@ -12,7 +12,7 @@ from torch import Tensor
 from specray.ops.attention import PaddedAttention, PaddedBatch, pack_paths
 from specray.ops.backends import make_backend
 from specray.ops.layer_attention import LayerAttention, complete_layers, layer_pools, pack_kv
-from tests.unit.ops.test_attention import NUM_SLOTS, RequestShape, ancestors, batches, make_rows, sees, slots_of
+from tests.unit.ops.test_attention import NUM_SLOTS, RequestShape, ancestors, batches, make_rows, slots_of, visible
 
 KV_HEADS, HEADS, DIM = 2, 6, 8
 SINKS = torch.tensor([0.3, -2.0, 4.0, 0.0, 1.0, -0.5])
@@ -45,8 +45,7 @@ def naive(
         scores = torch.einsum("qhd,khd->hqk", q[begin : begin + count].double(), k) * scale
         if layer.softcap is not None:
             scores = (scores / layer.softcap).tanh() * layer.softcap
-        seen = [[sees(shape, query, key, layer.window) for key in range(len(of_request))] for query in range(count)]
-        scores = scores.masked_fill(~torch.tensor(seen), -torch.inf)
+        scores = scores.masked_fill(~torch.from_numpy(visible(shape, layer.window)), -torch.inf)
         weights = scores.exp()
         total = weights.sum(-1, keepdim=True)
         if layer.sinks is not None:
