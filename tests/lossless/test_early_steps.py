@@ -23,6 +23,7 @@ from specray.engine.engine_request import EngineRequest
 from specray.engine.executor import Capacity
 from specray.models.tokenizer import load_tokenizer
 from specray.ops.host_copy import HostCopy
+from specray.outputs import Completion
 from specray.sampling_params import SamplingParams
 from specray.spec_decode.draft_tree import DraftTree
 from specray.step import DraftLimit, StepPlan, StepResult
@@ -75,11 +76,29 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[tuple[bool, bool]
         yield counts
 
 
+@pytest.fixture(scope="module")
+def plain(toy: Path) -> list[Completion]:
+    """Of SOME requests, each step begun when the one before is known."""
+    return with_torch(toy, PROMPTS[SOME], SAMPLED[SOME], disable_overlap_schedule=True)
+
+
+@pytest.fixture(scope="module")
+def greedy(toy: Path) -> Completion:
+    [completion] = with_torch(toy, [[5, 6, 7]], GREEDY)
+    return completion
+
+
+def with_torch(*args: Any, **options: Any) -> list[Completion]:
+    """What torch's operations generate, without graphs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPECRAY_KERNELS", "torch")
+        return generate(*args, disable_cuda_graph=True, **options)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_output_does_not_depend_on_when_steps_begin(
-    name: str, toy: Path, tmp_path: Path, begun: Counter[tuple[bool, bool]]
+    name: str, toy: Path, plain: list[Completion], tmp_path: Path, begun: Counter[tuple[bool, bool]]
 ) -> None:
-    plain = generate(toy, PROMPTS[SOME], SAMPLED[SOME], disable_cuda_graph=True, disable_overlap_schedule=True)
     begun.clear()
     found = generate(
         toy, PROMPTS[SOME], SAMPLED[SOME], max_running_requests=2, speculative=METHODS[name](toy, tmp_path)
@@ -156,11 +175,11 @@ class RouterSide:
 def test_ranks_behind_a_router_begin_early(
     name: str | None,
     toy: Path,
+    plain: list[Completion],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     begun: Counter[tuple[bool, bool]],
 ) -> None:
-    plain = generate(toy, PROMPTS[SOME], SAMPLED[SOME], disable_cuda_graph=True, disable_overlap_schedule=True)
     begun.clear()
     speculative = SpeculativeConfig() if name is None else METHODS[name](toy, tmp_path)
     sizes = {"max_total_tokens": 4096, "max_running_requests": 2, "num_threads": 1}
@@ -248,17 +267,16 @@ def tokens_of(engine: Engine, prompts: list[list[int]], params: list[SamplingPar
 
 @pytest.mark.usefixtures("long_waits")
 def test_the_host_reads_nothing_between_an_outcome_and_the_next_launch_with_a_drafter_in_another_process(
-    toy: Path, tmp_path: Path, begun: Counter[tuple[bool, bool]]
+    toy: Path, greedy: Completion, tmp_path: Path, begun: Counter[tuple[bool, bool]]
 ) -> None:
     """It drafts after the outcome, whose tokens it is sent, and its trees are known to the host."""
     config = colocated_config(toy, tmp_path, 1)
-    [plain] = generate(toy, [[5, 6, 7]], GREEDY, disable_cuda_graph=True)
     with colocated_worker(config, tmp_path) as worker:
         begun.clear()
         engine = engine_of(worker, config)
         with host_events() as events:
             [tokens] = tokens_of(engine, [[5, 6, 7]], [GREEDY])
-    assert tokens == plain.token_ids
+    assert tokens == greedy.token_ids
     assert begun[False, True] > 5, begun
     assert launches_in(events).without_reads >= begun[False, True] - 1, events
     assert engine.stats.values["specray_spec_decode_num_draft_tokens_total"] > 10
@@ -267,11 +285,10 @@ def test_the_host_reads_nothing_between_an_outcome_and_the_next_launch_with_a_dr
 
 @pytest.mark.usefixtures("prompt_replies")
 def test_a_drafter_in_another_process_is_told_to_draft_before_the_host_has_the_outcome(
-    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: Counter[tuple[bool, bool]]
+    toy: Path, greedy: Completion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: Counter[tuple[bool, bool]]
 ) -> None:
     """The target's host reads nothing between an outcome and the next launch, which does not wait for an outcome."""
     config = colocated_config(toy, tmp_path, 1)
-    [plain] = generate(toy, [[5, 6, 7]], GREEDY, disable_cuda_graph=True)
     put_outcome, events = DeviceTrees.put_outcome, list[str]()
 
     def put(trees: DeviceTrees, region: int, outcome: torch.Tensor) -> None:
@@ -284,7 +301,7 @@ def test_a_drafter_in_another_process_is_told_to_draft_before_the_host_has_the_o
         engine = engine_of(worker, config)
         with host_events() as events:
             [tokens] = tokens_of(engine, [[5, 6, 7]], [GREEDY])
-    assert tokens == plain.token_ids
+    assert tokens == greedy.token_ids
     assert begun[True, True] > 5, begun
     orders = [place for place, event in enumerate(events) if event == ORDER]
     assert len(orders) >= begun[True, True]
@@ -314,10 +331,13 @@ def test_a_drafter_that_is_told_early_drafts_as_much_as_one_in_the_same_process(
 
 @pytest.mark.usefixtures("long_waits")
 def test_the_host_of_a_drafter_reads_nothing_and_does_not_wait_for_its_device(
-    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: Counter[tuple[bool, bool]]
+    toy: Path,
+    plain: list[Completion],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    begun: Counter[tuple[bool, bool]],
 ) -> None:
     """It launches what drafts after the next step before it has replied, until the regions are used up."""
-    plain = generate(toy, PROMPTS[SOME], SAMPLED[SOME], disable_cuda_graph=True, disable_overlap_schedule=True)
     draft_early, unsent = DraftServer._draft_early, list[int]()
 
     def counted(drafter: DraftServer, *args: Any) -> None:
@@ -343,10 +363,13 @@ def test_the_host_of_a_drafter_reads_nothing_and_does_not_wait_for_its_device(
 
 
 def test_trees_that_the_device_waits_for_in_vain_do_not_change_the_output(
-    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: Counter[tuple[bool, bool]]
+    toy: Path,
+    plain: list[Completion],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    begun: Counter[tuple[bool, bool]],
 ) -> None:
     """Some never come, and some have an earlier order's number; the steps are launched before the host knows."""
-    plain = generate(toy, PROMPTS[SOME], SAMPLED[SOME], disable_cuda_graph=True, disable_overlap_schedule=True)
     put = DeviceTrees.put
 
     def put_some(trees: DeviceTrees, region: int, number: int, tree: DraftTree | None) -> None:
@@ -410,11 +433,11 @@ def test_a_drafter_that_breaks_after_it_was_told_early_costs_its_drafts_alone(
     fault: Callable[[BrokenDrafter, DraftServer], None],
     kind: str | None,
     toy: Path,
+    plain: list[Completion],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     begun: Counter[tuple[bool, bool]],
 ) -> None:
-    plain = generate(toy, PROMPTS[SOME], SAMPLED[SOME], disable_cuda_graph=True, disable_overlap_schedule=True)
     broken, draft_early = BrokenDrafter(), DraftServer._draft_early
 
     def breaking(drafter: DraftServer, *args: Any) -> None:
@@ -457,13 +480,13 @@ def early_orders(monkeypatch: pytest.MonkeyPatch, prompt_replies: None) -> list[
 
 def test_no_order_is_early_if_no_graph_holds_whole_trees(
     toy: Path,
+    plain: list[Completion],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     early_orders: list[DraftServer],
     begun: Counter[tuple[bool, bool]],
 ) -> None:
     """The host knows the sizes of trees too late then, which are mostly smaller."""
-    plain = generate(toy, PROMPTS[SOME], SAMPLED[SOME], disable_cuda_graph=True, disable_overlap_schedule=True)
     monkeypatch.setattr(buckets, "MAX_TOKENS", 12)
     config = colocated_config(toy, tmp_path, 2)
     with fake_ipc(), colocated_worker(config, tmp_path, uses_cuda_ipc=True) as worker:
@@ -479,17 +502,16 @@ def test_no_order_is_early_if_no_graph_holds_whole_trees(
 
 @pytest.mark.usefixtures("begun")
 def test_requests_longer_than_a_draft_model_reads_end_early_orders(
-    toy: Path, tmp_path: Path, early_orders: list[DraftServer]
+    toy: Path, greedy: Completion, tmp_path: Path, early_orders: list[DraftServer]
 ) -> None:
     """Some that were sent before the host knew the length are past its last position."""
-    [plain] = generate(toy, [[5, 6, 7]], GREEDY, disable_cuda_graph=True)
     config = colocated_config(toy, tmp_path, 1, "STANDALONE-tree")
     file = tmp_path / "draft" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": 18}))
     with fake_ipc(), colocated_worker(config, tmp_path, uses_cuda_ipc=True) as worker:
         early_orders.clear()
         engine = engine_of(worker, config)
-        assert tokens_of(engine, [[5, 6, 7]], [GREEDY]) == [plain.token_ids]
+        assert tokens_of(engine, [[5, 6, 7]], [GREEDY]) == [greedy.token_ids]
     assert 2 < len(early_orders) < 18, len(early_orders)
     assert not any(engine.stats.labelled["specray_draft_faults_total"].values())
 
@@ -581,10 +603,9 @@ def test_early_orders_need_no_small_descriptor(toy: Path, tmp_path: Path, early_
 
 @pytest.mark.usefixtures("prompt_replies", "begun")
 def test_a_drafter_is_replaced_between_two_steps_that_would_begin_early(
-    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    toy: Path, plain: list[Completion], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And a request whose drafts the old one still makes goes on with the new one."""
-    plain = generate(toy, PROMPTS[SOME], SAMPLED[SOME], disable_cuda_graph=True, disable_overlap_schedule=True)
     draft_early, orders = DraftServer._draft_early, Counter[int]()
     threads: list[threading.Thread] = []
     config = colocated_config(toy, tmp_path, 2)
