@@ -9,12 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
-)
+from transformers import PretrainedConfig
 
 from specray.config import EngineConfig, ModelImpl
 from specray.errors import ConfigError, first_of
@@ -102,6 +97,8 @@ def _transformers_config(folder: Path) -> PretrainedConfig:
     whole = _auto_config(folder)
     config: Any = whole.get_text_config(decoder=True)
     if (architecture := _first_architecture(content)) in _WITHIN_IMAGE_MODELS:
+        from transformers import CONFIG_MAPPING
+
         make: Any = CONFIG_MAPPING[_WITHIN_IMAGE_MODELS[architecture]]
         config.multimodal_config = make(text_config=config)
     elif config is not whole:
@@ -318,6 +315,12 @@ def _first_architecture(content: Any) -> str | None:
 
 def _has_modules(content: Any) -> bool:
     """Whether transformers itself has this language model, alone or in an image or audio model."""
+    from transformers.models.auto.modeling_auto import (  # reads all models' sources, for a second
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    )
+
     model_type = content.get("model_type") if isinstance(content, dict) else None
     tables = (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -347,6 +350,8 @@ def _read_config(folder: Path, content: Any) -> PretrainedConfig:
 
 
 def _auto_config(folder: Path) -> PretrainedConfig:
+    from transformers import AutoConfig  # like `_has_modules`
+
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers does not wrap its own exceptions
