@@ -1,4 +1,7 @@
-"""Fixtures of all tests: the toy models, stories260K and process settings. Helpers live in tests/support."""
+"""Fixtures of all tests: the toy models, stories260K and process settings. Helpers live in tests/support.
+
+Importing this does not import torch and transformers: the process that controls pytest-xdist's workers needs neither.
+"""
 
 import gc
 import os
@@ -8,13 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 
 from tests.support.fast_interpreter import patch_interpreter
 from tests.support.skips import pytest_sessionfinish  # noqa: F401 — a hook
-from tests.support.stories import write_stories
-from tests.support.toy import write_toy
 
 
 def pytest_collection_finish() -> None:
@@ -60,6 +60,8 @@ settings.load_profile("specray")
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
     """Toy models are too small for several threads."""
+    import torch
+
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -69,10 +71,14 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the toy Llama."""
+    from tests.support.toy import write_toy
+
     return write_toy(tmp_path_factory.mktemp("toy"), "llama")
 
 
 @pytest.fixture(scope="session")
 def stories(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of stories260K in Hugging Face layout."""
+    from tests.support.stories import write_stories
+
     return write_stories(tmp_path_factory.mktemp("stories"))
