@@ -31,9 +31,13 @@ class Connection:
         self._clock = clock
         self._heartbeat: RouterHeartbeat | None = None  # as the ingress assumes it since `_heartbeat_at`
         self._heartbeat_at = 0.0
+        self._has_skipped = False
 
     def send_heartbeat(self, heartbeat: RouterHeartbeat) -> None:
-        """Send what has changed since the last one; a message without changes is a sign of life, too."""
+        """Send what has changed since the last one; a message without changes is a sign of life, too.
+
+        Without changes and requests, every second one is left out: reading them is most of what an idle ingress does.
+        """
         now = self._clock()
         if self._heartbeat is None:
             self.items.put_nowait(heartbeat)
@@ -41,6 +45,9 @@ class Connection:
         else:
             assumed = self._heartbeat.later(now - self._heartbeat_at)
             changes = heartbeat.changes_since(assumed)
+            self._has_skipped = not (changes or self.request_ids or self._has_skipped)
+            if self._has_skipped:
+                return
             self.items.put_nowait(changes)
             self._heartbeat = assumed._replace(**changes)
         self._heartbeat_at = now

@@ -25,7 +25,10 @@ def test_a_heartbeat_has_the_number_of_requests_of_other_ingresses() -> None:
 
 
 def test_later_heartbeats_have_only_what_the_ingress_does_not_assume() -> None:
-    """A time since the last token that has grown by the time since the last heartbeat is what it assumes."""
+    """A time since the last token that has grown by the time since the last heartbeat is what it assumes.
+
+    Every second one without changes is left out, unless the ingress has requests.
+    """
     now = 0.0
 
     async def scenario() -> None:
@@ -35,18 +38,28 @@ def test_later_heartbeats_have_only_what_the_ingress_does_not_assume() -> None:
         assert await anext(stream) == INFO
         for since_token_s, kv_usage, expected in (
             (7.0, 0.5, RouterHeartbeat(0.5, 2.0, 7.0)),
-            (7.5, 0.5, {}),
+            (7.5, 0.5, None),
             (8.01, 0.5, {}),
+            (8.5, 0.5, None),
             (0.1, 0.75, {"since_token_s": 0.1, "kv_usage": 0.75}),
-            (0.6, 0.75, {}),
+            (0.6, 0.75, None),
         ):
             connections.send_heartbeat(RouterHeartbeat(kv_usage, 2.0, since_token_s))
-            assert await anext(stream) == expected
+            if expected is not None:
+                assert await anext(stream) == expected
             now += 0.5
         other = connections.stream("b", INFO)
         assert await anext(other) == INFO
         connections.send_heartbeat(RouterHeartbeat(0.75, 2.0, 1.1))
         assert (await anext(stream), await anext(other)) == ({}, RouterHeartbeat(0.75, 2.0, 1.1))
+        connections.add("a", ["1"])
+        for _ in range(3):
+            now += 0.5
+            connections.send_heartbeat(RouterHeartbeat(0.75, 2.0, 1.1 + now - 3.0, num_others=0))
+        connections.remove(["1"])
+        now += 0.5
+        connections.send_heartbeat(RouterHeartbeat(0.9, 2.0, 0.0))
+        assert [await anext(stream) for _ in range(4)] == [{}, {}, {}, {"since_token_s": 0.0, "kv_usage": 0.9}]
 
     asyncio.run(scenario())
 
@@ -59,6 +72,7 @@ def test_small_differences_of_heartbeats_do_not_add_up() -> None:
         connections = Connections(lambda _: None, 1.0, lambda: now)
         stream = connections.stream("a", INFO)
         await anext(stream)
+        connections.add("a", ["1"])  # or every second heartbeat would be left out
         assumed = RouterHeartbeat(0.0, None, 0.0)
         connections.send_heartbeat(assumed)
         assert await anext(stream) == assumed
