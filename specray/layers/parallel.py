@@ -108,8 +108,9 @@ class RankGroup:
         return part if self.size == 1 else torch.cat(self._gathered(part), dim=-1)
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """Rank 0's tensor, in place, on every rank."""
-        if self.size > 1:
+        """Rank 0's tensor, on every rank; in place if it is contiguous."""
+        if self.size > 1 and tensor.numel():
+            tensor = tensor.contiguous()
             dist.broadcast(tensor, 0)
         return tensor
 

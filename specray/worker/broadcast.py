@@ -1,60 +1,58 @@
 """How rank 0 shares the trees and the outcome of a step with the other ranks."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import msgpack
 import torch
 
 from specray.layers.parallel import RankGroup
 from specray.spec_decode.draft_tree import DraftTree
-from specray.spec_decode.drafter import DraftSource
+from specray.spec_decode.drafter import DraftSource, UnsizedTrees
 from specray.spec_decode.no_drafts import NoDrafts
 from specray.worker.step_output import StepOutput
 
 
-class DraftSizes(NamedTuple):
-    """What the shapes of a step's CUDA graphs depend on: see DraftSource."""
-
-    max_draft_tokens: int
-    aux_hidden_state_layers: tuple[int, ...]
-
-    @classmethod
-    def of(cls, drafts: DraftSource) -> "DraftSizes":
-        return cls(drafts.max_draft_tokens, tuple(drafts.aux_hidden_state_layers))
+def share_sizes(group: RankGroup, drafts: DraftSource) -> None:
+    """Choose the same CUDA graphs as rank 0 on every rank."""
+    _adopt(drafts, *msgpack.unpackb(group.broadcast_bytes(msgpack.packb(_sizes(drafts)) if group.leads else None)))
 
 
-def adopt_sizes(drafts: DraftSource, sizes: DraftSizes) -> None:
-    """Choose the same CUDA graphs as rank 0, which has the drafter of these sizes."""
-    if isinstance(drafts, NoDrafts):  # as on ranks above 0 that do not draft
-        drafts.max_draft_tokens, drafts.aux_hidden_state_layers = sizes
+def share_trees(
+    group: RankGroup, drafts: DraftSource, tree: DraftTree, num_nodes: Sequence[int]
+) -> tuple[DraftTree, list[int]]:
+    """Rank 0's trees and numbers of nodes on every rank, with its sizes. The others pass any.
 
-
-def broadcast_sizes(group: RankGroup, sizes: DraftSizes) -> DraftSizes:
-    """Rank 0's sizes on every rank."""
-    count, layers = msgpack.unpackb(group.broadcast_bytes(msgpack.packb(sizes) if group.leads else None))
-    return DraftSizes(count, tuple(layers))
-
-
-def broadcast_tree(
-    group: RankGroup, tree: DraftTree, num_nodes: Sequence[int], sizes: DraftSizes
-) -> tuple[DraftTree, list[int], DraftSizes]:
-    """Rank 0's trees, numbers of nodes and sizes on every rank; the others pass any. The host does not read the trees.
-
-    `num_nodes` are those of `tree`, on the host.
+    `num_nodes` are those of `tree` on the host, which does not read the trees, or upper bounds. Without any there are
+    no trees.
     """
-    known = num_nodes, tree.tokens.shape[1], tree.max_depth, tree.are_chains, sizes
+    known = num_nodes, tree.tokens.shape[1], tree.max_depth, tree.are_chains, _sizes(drafts)
     data = group.broadcast_bytes(msgpack.packb(known) if group.leads else None)
-    counts, width, depth, are_chains, (most, layers) = msgpack.unpackb(data)
+    counts, width, depth, are_chains, sizes = msgpack.unpackb(data)
+    _adopt(drafts, *sizes)
+    if not counts:
+        return tree, counts
     if group.leads:
         packed = torch.cat((tree.num_nodes[:, None], tree.tokens, tree.parents), 1)
     else:
         packed = tree.tokens.new_empty(len(counts), 1 + 2 * width)
     of_trees, tokens, parents = group.broadcast(packed).tensor_split((1, 1 + width), 1)
     if group.leads:
-        return tree, counts, sizes
-    trees = DraftTree(tokens, parents, of_trees[:, 0], depth, None, are_chains)
-    return trees, counts, DraftSizes(most, tuple(layers))
+        return tree, counts
+    return DraftTree(tokens, parents, of_trees[:, 0], depth, None, are_chains), counts
+
+
+def share_drafted(
+    group: RankGroup, drafts: DraftSource, drafted: UnsizedTrees | None, other: DraftTree
+) -> UnsizedTrees | None:
+    """Rank 0's trees of a step that begins early on every rank; None if it verifies none. `other`: any trees.
+
+    A drafter that is late or gone has cost rank 0's trees their drafts before they are sent, so ranks agree on it.
+    """
+    tree, most_nodes = (other, []) if drafted is None else drafted[:2]
+    tree, most_nodes = share_trees(group, drafts, tree, most_nodes)
+    if drafted is None and most_nodes:
+        return UnsizedTrees(tree, most_nodes, lambda: (tree, most_nodes))  # rank 0 alone reports the sizes
+    return drafted
 
 
 def broadcast_output(group: RankGroup, output: StepOutput | None, device: torch.device) -> StepOutput:
@@ -62,3 +60,14 @@ def broadcast_output(group: RankGroup, output: StepOutput | None, device: torch.
     packed = None if output is None else msgpack.packb(output.host)
     host = msgpack.unpackb(group.broadcast_bytes(packed))
     return output or StepOutput(torch.tensor(host, dtype=torch.int64).to(device), host, {})
+
+
+def _sizes(drafts: DraftSource) -> tuple[int, Sequence[int]]:
+    """What the shapes of a step's CUDA graphs depend on: see DraftSource."""
+    return drafts.max_draft_tokens, drafts.aux_hidden_state_layers
+
+
+def _adopt(drafts: DraftSource, max_draft_tokens: int, layers: Sequence[int]) -> None:
+    """The `_sizes` of rank 0's drafter."""
+    if isinstance(drafts, NoDrafts):  # as on ranks above 0 that do not draft
+        drafts.max_draft_tokens, drafts.aux_hidden_state_layers = max_draft_tokens, tuple(layers)

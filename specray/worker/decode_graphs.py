@@ -49,7 +49,7 @@ class DecodeGraphs:
         """`drafter` is the one of `drafts`, if graphs can have its work too.
 
         `goes_on`: the device may draft before the host has the outcome. Ranks must agree on what it does then, so it
-        is False where they do not all draft.
+        is False where they all draft, but not alike.
         """
         self._graphs, self._runner, self._table, self._drafts = graphs, runner, table, drafts
         self._drafter, self._sampler = drafter, sampler

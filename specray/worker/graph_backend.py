@@ -80,9 +80,7 @@ class GraphBackend:
         return self._verify(batch, computed, bucket, wants.draft_limits)
 
     def can_begin_after(self, before: Pass) -> bool:
-        if not isinstance(before, GraphPass) or before.outcome is None:
-            return False
-        return before.drafts is not None or before.batch.tree.max_depth == 0
+        return isinstance(before, GraphPass) and before.outcome is not None
 
     def begin_after(self, before: Pass, drafted: UnsizedTrees | None, draft_limits: Sequence[DraftLimit]) -> GraphPass:
         assert isinstance(before, GraphPass)

@@ -63,8 +63,7 @@ class KernelBackend(TorchBackend):
         return KernelPass(batch, ForwardOutput(*computed, inputs.roots), number, verification)
 
     def can_begin_after(self, before: Pass) -> bool:
-        is_greedy = isinstance(before.computed.logits, LargestLogits)
-        return self._group.size == 1 and is_greedy and before.batch.tree.max_depth == 0
+        return self._group.size == 1 and isinstance(before.computed.logits, LargestLogits)
 
     def begin_after(
         self,

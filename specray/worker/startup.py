@@ -28,7 +28,7 @@ from specray.spec_decode.request_table import RequestTable
 from specray.spec_decode.verifier import is_padded, make_sampler
 from specray.structured_output.compilation import make_tools
 from specray.structured_output.matchers import GrammarTable
-from specray.worker.broadcast import DraftSizes, adopt_sizes, broadcast_sizes
+from specray.worker.broadcast import share_sizes
 from specray.worker.buckets import buckets
 from specray.worker.decode_graphs import DecodeGraphs
 from specray.worker.draft_graphs import graphs_of_members
@@ -102,10 +102,11 @@ def start_worker(
     sampler = make_sampler(config.speculative)
     shares_trees = group.size > 1 and not (on_every_rank and _compute_alike(group, device))
     if shares_trees:
-        adopt_sizes(drafts, broadcast_sizes(group, DraftSizes.of(drafts)))
+        share_sizes(group, drafts)
     compile_target(config, target, drafts.max_draft_tokens, progress)
     eager = _make_backend(target.runner, table, group, sampler)
-    graphs, without_graphs = _make_graphs(config, target.runner, table, drafts, drafter, sampler, shares_trees)
+    goes_on = not (shares_trees and on_every_rank)
+    graphs, without_graphs = _make_graphs(config, target.runner, table, drafts, drafter, sampler, goes_on)
     if uses_cuda_ipc and graphs is None and config.speculative.budget == "auto":
         reasons = "; ".join(without_graphs) or "on this device"
         raise ConfigError(
@@ -180,7 +181,7 @@ def _make_graphs(
     drafts: DraftSource,
     drafter: Drafter | None,
     sampler: NodeSampler,
-    shares_trees: bool,
+    goes_on: bool,
 ) -> tuple[DecodeGraphs | None, list[str]]:
     """(the graphs of decode steps, None where there are none; what runs without graphs, and why).
 
@@ -202,7 +203,7 @@ def _make_graphs(
     if drafter is not None and composite is None:
         found = device_drafter(drafter)
         recorded, without = (None, [f"drafts: {found}"]) if isinstance(found, str) else (found, [])
-    decode_graphs = DecodeGraphs(graphs, runner, table, drafts, rows, recorded, sampler, not shares_trees)
+    decode_graphs = DecodeGraphs(graphs, runner, table, drafts, rows, recorded, sampler, goes_on)
     if composite is not None:
         model = runner.model
         without = graphs_of_members(

@@ -77,9 +77,10 @@ class StepBackend(Protocol):
     def begin(self, batch: StepBatch, wants: StepWants) -> Pass: ...
 
     def can_begin_after(self, before: Pass) -> bool:
-        """Whether a step of the same requests can take its tokens and its drafts from a pass that still runs.
+        """Whether a step of the same requests can take its tokens from a pass that still runs.
 
-        Ranks agree on this. If it is True, they exchange nothing in `finish`.
+        It can if there are `Pass.drafts`, or if the trees of this pass are roots. Ranks agree on this. If it is True,
+        they exchange nothing in `finish`.
         """
 
     def begin_after(self, before: Pass, drafted: UnsizedTrees | None, draft_limits: Sequence[DraftLimit]) -> Pass:

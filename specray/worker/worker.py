@@ -27,7 +27,7 @@ from specray.spec_decode.request_table import RequestTable
 from specray.step import BucketSeconds, DraftLimit, RequestResult, StepPlan, StepResult, StepTimes
 from specray.step_wire import pack, unpack_plan
 from specray.structured_output.matchers import GrammarTable
-from specray.worker.broadcast import DraftSizes, adopt_sizes, broadcast_sizes, broadcast_tree
+from specray.worker.broadcast import share_drafted, share_sizes, share_trees
 from specray.worker.draft_context import draft_context
 from specray.worker.input_batch import ScheduledBatch, StepBatch
 from specray.worker.prompt_logprobs import compute_prompt_logprobs
@@ -102,7 +102,7 @@ class Worker:
     def prepare(self) -> None:
         """Capture CUDA graphs for the trees of the drafter; all ranks call it together."""
         if self._shares_trees:
-            adopt_sizes(self.drafts, broadcast_sizes(self._group, DraftSizes.of(self.drafts)))
+            share_sizes(self._group, self.drafts)
         self.backend.prepare()
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -128,7 +128,8 @@ class Worker:
             return False
         cuts = any(row.draft_limit.min_score for row in plan.rows)  # the host cuts trees by scores
         has_drafts = started.drafts is not None and not cuts
-        allows_it = started.batch.rows.are_all_sampling and (has_drafts or self._drafts_nothing(before, plan))
+        is_plain = self._drafts_nothing(before, plan) and started.batch.tree.max_depth == 0
+        allows_it = (has_drafts or is_plain) and started.batch.rows.are_all_sampling
         return allows_it and self.backend.can_begin_after(started)
 
     def begin(self, plan: StepPlan) -> None:
@@ -173,10 +174,7 @@ class Worker:
                 self._begin(unpack_plan(data[1:]))
             elif command == _BEGIN_EARLY:
                 self._begin_early(unpack_plan(data[1:]))
-            if command != _BEGIN:
-                self._finish()
-                self.propose()
-            if self._started and not self._may_be_followed(self._started[-1]):
+            if command != _BEGIN or not self._may_be_followed(self._started[-1]):
                 self._finish()
                 self.propose()
 
@@ -232,6 +230,8 @@ class Worker:
             slots, limits = before.batch.rows.slots, [row.draft_limit for row in plan.rows]
             drafted = self.drafts.take_next(before.drafts, slots, self._table.last_tokens(slots), limits)
             self._started[-1] = last._replace(are_drafts_taken=True)
+        if self._shares_trees:
+            drafted = share_drafted(self._group, self.drafts, drafted, before.batch.tree)
         started = self.backend.begin_after(before, drafted, self._draft_limits(plan))
         self._started.append(StartedStep(plan, started, 0.0, start, 0.0, is_early=True))
 
@@ -271,8 +271,7 @@ class Worker:
             slots = [state.slot for state in rows.states]
             tree, num_nodes, mask = self.grammars.constrain(slots, rows.sampling, tree, num_nodes, limits)
         if self._shares_trees or (self._group.size > 1 and rows.has_grammar):
-            tree, num_nodes, sizes = broadcast_tree(self._group, tree, num_nodes, DraftSizes.of(self.drafts))
-            adopt_sizes(self.drafts, sizes)
+            tree, num_nodes = share_trees(self._group, self.drafts, tree, num_nodes)
         return StepBatch(rows, tree, num_nodes, mask)
 
     def _have_known_sizes(self, rows: ScheduledBatch, limits: Sequence[DraftLimit]) -> bool:

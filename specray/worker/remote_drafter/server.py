@@ -127,8 +127,7 @@ class DraftServer:
             spin_s = spin_seconds(self._device.type)
             with contextlib.closing(ring):
                 while True:
-                    data = self._next_order(channel, spin_s)
-                    order = unpack_order(data)
+                    order = unpack_order(self._group.broadcast_bytes(self._next_order(channel, spin_s)))
                     if order.region == NONE:
                         self._record(order, decoder)
                         continue
@@ -137,10 +136,7 @@ class DraftServer:
                         continue
                     while self._unsent:
                         channel.send(pack(self._unsent.popleft().reply()))
-                    region = ring.read(order.region)
-                    if self._group.size > 1:
-                        region = self._pass_on(data, region[: order.num_tokens])
-                    channel.send(pack(self._reply(order, region, decoder, trees)))
+                    channel.send(pack(self._reply(order, self._pass_on(order, ring), decoder, trees)))
 
     def follow(self) -> None:
         """Draft along with the first drafter of the group, until that one ends."""
@@ -153,7 +149,7 @@ class DraftServer:
                 logger.info("the first drafter has ended: %s", error)
                 return
             states = torch.empty(order.num_tokens, target.width, dtype=dtype, device=self._device)
-            self._reply(order, self._group.broadcast(states) if states.numel() else states, decoder)
+            self._draft_along(order, states, decoder)
 
     def _next_order(self, channel: Channel, spin_s: float) -> bytes:
         """It, before which the replies leave whose trees are complete by then."""
@@ -168,19 +164,41 @@ class DraftServer:
         self, order: Order, ring: HiddenStateRing | DeviceRing, decoder: DeltaDecoder, trees: DeviceTrees
     ) -> None:
         """Launch what drafts after a step whose outcome only the device will know."""
+        count = len(order.requests)
+
+        def read() -> tuple[Tensor, Tensor]:
+            states = ring.read(order.region)[: order.num_tokens]
+            return trees.outcome(order.region, count, order.outcome_nodes), states
+
+        tree = self._launch_early(order, decoder, read)
+        trees.put(order.region, order.number, limited(tree, [request.draft_limit for request in order.requests]))
+        self._unsent.append(_EarlyTrees(order.number, HostCopy(tree.num_nodes), self._early_nodes(count)))
+
+    def _draft_along(self, order: Order, states: Tensor, decoder: DeltaDecoder) -> None:
+        """What the first drafter does, which sends `states`."""
+        if order.region == NONE:
+            self._record(order, decoder)
+        elif order.outcome_nodes:
+            size = len(order.requests), 2 + 2 * order.outcome_nodes
+            outcome = torch.empty(size, dtype=torch.int64, device=self._device)
+            self._launch_early(order, decoder, lambda: (outcome, states))
+        else:
+            self._reply(order, self._group.broadcast(states), decoder)
+
+    def _launch_early(
+        self, order: Order, decoder: DeltaDecoder, read: Callable[[], tuple[Tensor, Tensor]]
+    ) -> DraftTree:
+        """The trees, on every drafter of the group. `read` returns (outcome, hidden states), the first one's count."""
         assert self._graphs is not None, "see `DraftReply.early_nodes`"
         self._drafter.release(order.freed_slots)
         decoder.enter(order)
         decoder.flush()
-        count, num_nodes = len(order.requests), order.outcome_nodes
 
-        def read() -> tuple[Tensor, Tensor]:
-            states = ring.read(order.region)[: count * num_nodes]
-            return trees.outcome(order.region, count, num_nodes), states
+        def passed_on() -> tuple[Tensor, Tensor]:
+            outcome, states = read()
+            return self._group.broadcast(outcome), self._group.broadcast(states)
 
-        tree = self._graphs.draft_early(order.requests, num_nodes, read)
-        trees.put(order.region, order.number, limited(tree, [request.draft_limit for request in order.requests]))
-        self._unsent.append(_EarlyTrees(order.number, HostCopy(tree.num_nodes), self._early_nodes(count)))
+        return self._graphs.draft_early(order.requests, order.outcome_nodes, passed_on)
 
     def _record(self, order: Order, decoder: DeltaDecoder) -> None:
         """What the step of an early order has committed, for the drafter's record of what it has read."""
@@ -192,11 +210,9 @@ class DraftServer:
         """See `DraftReply.early_nodes`."""
         return self._graphs.early_nodes(num_requests) if self._graphs is not None and self._continues else 0
 
-    def _pass_on(self, order: bytes, states: Tensor) -> Tensor:
-        """Send an order and its hidden states to the other drafters; these states."""
-        self._group.broadcast_bytes(order)
-        states = states.to(self._device)
-        return self._group.broadcast(states) if states.numel() else states
+    def _pass_on(self, order: Order, ring: HiddenStateRing | DeviceRing) -> Tensor:
+        """The hidden states of an order, which the other drafters get too."""
+        return self._group.broadcast(ring.read(order.region)[: order.num_tokens].to(self._device, non_blocking=True))
 
     @torch.inference_mode()
     def warm_up(self, config: EngineConfig, target: TargetHandshake, sizes: WarmUpSizes) -> None:

@@ -67,8 +67,10 @@ class Order(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens with hidden states."""
-        return sum(request.end - request.start for request in self.requests + self.unfinished)
+        """Tokens with hidden states; for an early order the nodes that may be kept."""
+        return len(self.requests) * self.outcome_nodes or sum(
+            request.end - request.start for request in self.requests + self.unfinished
+        )
 
 
 class DraftReply(NamedTuple):
