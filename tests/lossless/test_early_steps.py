@@ -43,7 +43,7 @@ from specray.worker.startup import start_worker
 from specray.worker.step_loop import StepLoop
 from specray.worker.warm_up import warm_up
 from specray.worker.worker import Worker
-from tests.support.colocated import colocated_worker, serving
+from tests.support.colocated import awaiting, colocated_worker, serving
 from tests.support.engine import generate, make_llm
 from tests.support.fake_ipc import fake_ipc
 from tests.support.graph_stand_in import recorded_graphs
@@ -224,16 +224,7 @@ def long_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def prompt_replies(monkeypatch: pytest.MonkeyPatch, long_waits: None) -> None:  # noqa: ARG001
-    """The target finds each reply, as if its own steps took longer than the drafter."""
-    receive = source._Peer.receive
-
-    def awaiting(peer: Any, pending: Any) -> bool:
-        while peer._unanswered:
-            assert peer._channel.poll(60.0)
-            assert not receive(peer, pending)
-        return receive(peer, pending)
-
-    monkeypatch.setattr(source._Peer, "receive", awaiting)
+    monkeypatch.setattr(source._Peer, "receive", awaiting(source._Peer.receive))
 
 
 def colocated_config(toy: Path, folder: Path, num_requests: int, name: str = "EAGLE3") -> EngineConfig:

@@ -60,7 +60,7 @@ def test_two_ranks_in_graphs_equal_one(name: str | None, toy: Path, tmp_path: Pa
     assert [choice["token_ids"] for choice in run.choices] == [choice.token_ids for choice in alone]
     for launches in run.launches:  # of both ranks
         assert launches.early_without_reads == launches.early
-        assert launches.early > 5 or name in ("NGRAM", "DFLASH-jetspec")  # whose drafts are rank 0's alone
+        assert launches.early > 5 or name == "NGRAM"  # whose drafts the host makes
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import select
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -39,6 +40,18 @@ def colocated_worker(config: EngineConfig, folder: Path, uses_cuda_ipc: bool = F
         warm_up(worker, config)
         yield worker
     thread.join(30.0)
+
+
+def awaiting(receive: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+    """`_Peer.receive` that finds each reply, as if the target's own steps took longer than the drafter."""
+
+    def awaited(peer: Any, pending: Any) -> bool:
+        while peer._unanswered:
+            assert peer._channel.poll(60.0)
+            assert not receive(peer, pending)
+        return receive(peer, pending)
+
+    return awaited
 
 
 def serving(server: DraftServer, folder: Path) -> threading.Thread:

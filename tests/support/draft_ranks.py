@@ -30,10 +30,12 @@ from specray.worker.remote_drafter.server import make_draft_server, remote_targe
 from specray.worker.remote_drafter.source import RemoteDrafts
 from specray.worker.startup import start_worker
 from specray.worker.warm_up import warm_up
+from tests.support.colocated import awaiting
+from tests.support.fake_ipc import fake_ipc
 from tests.support.graph_stand_in import recorded_graphs
 from tests.support.host_events import Launches, host_events, launches_in
 from tests.support.processes import has_ended, wait_until
-from tests.support.two_ranks import PROCESSES, TIMEOUT_S, RankZero
+from tests.support.two_ranks import PROCESSES, TIMEOUT_S, RankZero, follow, launches_of
 
 # Steps until the first drafter is late, until it ends, and without drafts after either.
 STEPS_IN_TIME, STEPS_BEFORE, STEPS_WITHOUT = 3, 12, 3
@@ -46,7 +48,8 @@ class Seen(NamedTuple):
     token_ids: list[list[int]]
     drafts: list[int]  # until the first fault begins, until it ends, until the next one begins, ..., until the end
     faults: list[str]
-    launches: Launches  # of rank 0, on the stand-in for graphs
+    accept_length: float  # mean of accepted + 1
+    launches: list[Launches]  # of each rank, on the stand-in for graphs
 
 
 class Counting(RankZero):
@@ -61,7 +64,7 @@ class Counting(RankZero):
 
     @property
     def capacity(self) -> Capacity:
-        return self.worker.capacity._replace(max_draft_tokens=self.most, reads_next_token=True)
+        return self.worker.capacity._replace(max_draft_tokens=self.most, reads_next_token=True, max_plans=2)
 
     def await_drafter(self) -> None:
         self._drafts.await_drafter(TIMEOUT_S)
@@ -96,25 +99,25 @@ def run_draft_ranks(
     is_late: bool = False,
     size: int = 2,
     in_graphs: bool = False,
+    uses_cuda_ipc: bool = False,
 ) -> Seen:
     """Generate. `fault` happens to the last rank of the drafter, and another drafter takes over.
 
     `lies`: that rank computes something else. `is_late`: it stands still for some steps before. `in_graphs`: on the
-    stand-in for CUDA graphs.
+    stand-in for CUDA graphs. `uses_cuda_ipc`: through the memory of a GPU.
     """
     options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "num_threads": 1, "max_total_tokens": 2048}
     options |= {"max_running_requests": 2}
     config = EngineConfig(model=str(folder), tp_size=size, speculative=speculative, **options)
     with tempfile.TemporaryDirectory() as meeting:
-        endpoint = DraftEndpoint(f"{meeting}/drafts", 7)
-        others = [
-            PROCESSES.Process(target=_follow, args=(config, rank, meeting, endpoint, in_graphs))
-            for rank in range(1, size)
-        ]
+        endpoint, ranks = DraftEndpoint(f"{meeting}/drafts", 7, uses_cuda_ipc=uses_cuda_ipc), range(1, size)
+        runs = [(config, f"file://{meeting}/ranks")]
+        ways = in_graphs, False, nullcontext, endpoint
+        others = [PROCESSES.Process(target=follow, args=(runs, rank, *ways)) for rank in ranks]
         # The target's process could start drafters only from a fork server of its own, which would import all again.
         drafters = [
-            [PROCESSES.Process(target=_draft, args=(config, rank, own, endpoint, lying)) for rank in range(size)]
-            for own, lying in ((f"{meeting}/first", lies), (f"{meeting}/second", False))
+            [PROCESSES.Process(target=_draft, args=(config, rank, own, endpoint, how)) for rank in range(size)]
+            for own, how in ((f"{meeting}/first", (in_graphs, lies)), (f"{meeting}/second", (in_graphs, False)))
         ]
         processes = [*others, *drafters[0], *drafters[1]]
         for process in processes:
@@ -123,7 +126,10 @@ def run_draft_ranks(
             try:
                 pids = [[_pid(process) for process in each] for each in drafters]
                 arguments = config, meeting, endpoint, pids, in_graphs, prompts, params, fault, is_late
-                return first.submit(_lead, in_graphs, fault, partial(_generate, *arguments)).result(TIMEOUT_S)
+                seen = first.submit(_lead, in_graphs, fault, partial(_generate, *arguments)).result(TIMEOUT_S)
+                for process in others:  # rank 0 has closed the group
+                    process.join(TIMEOUT_S)
+                return seen._replace(launches=seen.launches + launches_of(runs[0][1], ranks))
             finally:
                 for process in processes:
                     process.kill()
@@ -135,18 +141,12 @@ def _pid(process: BaseProcess) -> int:
     return process.pid
 
 
-def _follow(config: EngineConfig, rank: int, meeting: str, endpoint: DraftEndpoint, in_graphs: bool) -> None:
-    torch.set_num_threads(1)
-    with recorded_graphs() if in_graphs else nullcontext():
-        worker = start_worker(config, rank, config.tp_size, f"file://{meeting}/ranks", colocate=endpoint)
-        warm_up(worker, config)
-        worker.run_loop()
-
-
 def _lead(in_graphs: bool, fault: Callable[[int], None] | None, generate: Callable[[], Seen]) -> Seen:
     torch.set_num_threads(1)
     source.FIRST_WAIT_S = source.LEAST_WAIT_S = source.FROZEN_S = 3.0 if fault is stop else TIMEOUT_S
-    with recorded_graphs() if in_graphs else nullcontext():
+    if fault is None:
+        source._Peer.receive = awaiting(source._Peer.receive)  # type: ignore[method-assign]
+    with recorded_graphs() if in_graphs else nullcontext(), fake_ipc():
         return generate()
 
 
@@ -196,7 +196,9 @@ def _generate(
                 assert output.error is None
                 token_ids[int(output.request_id)] += output.token_ids
     drafts = [end - start for start, end in pairwise([*marks, rank.num_drafts])]
-    return Seen(token_ids, drafts, rank.faults, launches_in(events))
+    worker.close()
+    accept_length = rank.num_emitted / max(1, rank.num_verified)
+    return Seen(token_ids, drafts, rank.faults, accept_length, [launches_in(events)])
 
 
 def _start_drafter(folder: str, num_slots: int) -> None:
@@ -212,18 +214,19 @@ def _end(pids: Sequence[int]) -> None:
     wait_until(lambda: all(map(has_ended, pids)), TIMEOUT_S)
 
 
-def _draft(config: EngineConfig, rank: int, folder: str, endpoint: DraftEndpoint, lies: bool) -> None:
-    """Draft with a rank of the drafter that meets in this folder, once it is started."""
+def _draft(config: EngineConfig, rank: int, folder: str, endpoint: DraftEndpoint, how: tuple[bool, bool]) -> None:
+    """Draft with a rank of the drafter that meets in this folder, once it is started. `how`: (in graphs, it lies)."""
     torch.set_num_threads(1)
-    slots = Path(f"{folder}-slots")
+    slots, (in_graphs, lies) = Path(f"{folder}-slots"), how
     wait_until(slots.exists, TIMEOUT_S)
     view = remote_target_view(config)
     group = RankGroup(rank, config.tp_size, f"file://{folder}", view.device)
-    server = make_draft_server(config, replace(view, group=group), int(slots.read_text()))
-    if rank == 0:
-        server.serve(endpoint.address, endpoint.epoch)
-        return
     if lies and rank == config.tp_size - 1:
         add = group.sum
         group.sum = lambda partial: add(partial.mul_(-3.0))  # type: ignore[method-assign]
-    server.follow()
+    with recorded_graphs() if in_graphs else nullcontext(), fake_ipc():
+        server = make_draft_server(config, replace(view, group=group), int(slots.read_text()))
+        if rank == 0:
+            server.serve(endpoint.address, endpoint.epoch)
+        else:
+            server.follow()

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from multiprocessing import get_context
@@ -23,6 +23,7 @@ from specray.spec_decode.drafter import TreeRows
 from specray.spec_decode.inline_drafts import InlineDrafts
 from specray.step import DraftLimit, StepResult
 from specray.worker import startup
+from specray.worker.remote_drafter.handshake import DraftEndpoint
 from specray.worker.startup import start_worker
 from specray.worker.step_loop import StepLoop
 from specray.worker.warm_up import warm_up
@@ -99,8 +100,7 @@ def run_methods(
                 for process in others:  # rank 0 has closed the group
                     process.join(TIMEOUT_S)
                 for run, (_, address) in zip(found, runs, strict=True):
-                    seen = (json.loads(_seen_by(address, rank).read_text()) for rank in range(1, size))
-                    run.launches.extend(Launches(*each) for each in seen)
+                    run.launches.extend(launches_of(address, range(1, size)))
                 return found
             finally:
                 for process in others:  # without them rank 0 ends too
@@ -146,7 +146,7 @@ def _lead(
     with host_events() if graphs else nullcontext([]) as events:
         _generate(engine, choices)
     launches = launches_in(events)
-    if graphs and config.speculative.algorithm not in ("NGRAM", "DFLASH"):  # whose drafts are rank 0's alone
+    if graphs and config.speculative.algorithm != "NGRAM":  # whose drafts the host makes
         assert launches.early, "no step began early"
     assert num_captures == [each.num_captures for each in graphs], "a request waited for a capture"
     worker.close()
@@ -172,7 +172,8 @@ def follow(
     rank: int,
     in_graphs: bool,
     is_unlike: bool,
-    within: Callable[[], AbstractContextManager[object]],
+    within: Callable[[], AbstractContextManager[object]] = nullcontext,
+    colocate: DraftEndpoint | None = None,
 ) -> None:
     """Run another rank until it is killed. `is_unlike`: on another processor, where its trees differ."""
     torch.set_num_threads(1)
@@ -181,15 +182,20 @@ def follow(
         InlineDrafts.collect = _no_trees  # type: ignore[assignment, method-assign]
     with recorded_graphs() if in_graphs else nullcontext(), within():
         for config, address in runs:
-            worker = start_worker(config, rank, config.tp_size, address)
+            worker = start_worker(config, rank, config.tp_size, address, colocate=colocate)
             warm_up(worker, config)
             with host_events() if in_graphs else nullcontext([]) as events, contextlib.suppress(RuntimeError):
                 worker.run_loop()  # until rank 0 closes the group
             worker.close()
-            _seen_by(address, rank).write_text(json.dumps(launches_in(events)))
+            _file_of(address, rank).write_text(json.dumps(launches_in(events)))
 
 
-def _seen_by(address: str, rank: int) -> Path:
+def launches_of(address: str, ranks: Iterable[int]) -> list[Launches]:
+    """Those of ranks above 0 that have ended."""
+    return [Launches(*json.loads(_file_of(address, rank).read_text())) for rank in ranks]
+
+
+def _file_of(address: str, rank: int) -> Path:
     """Where another rank writes its `Launches`."""
     return Path(f"{address.removeprefix('file://')}-{rank}")
 

@@ -8,8 +8,8 @@ After an early order (see `Order`) the device alone waits for the outcome. So th
 target's, and it replies when the trees are complete.
 
 The drafters of a tensor-parallel target have a group of their own, and each has a part of the draft model. The first
-one alone talks to the target, and passes orders and hidden states on to the others (`follow`). So all read the same
-orders, even where the target skips steps, and a fault of any of them is a fault of the drafter.
+one alone talks to the target, and passes orders, outcomes and hidden states on to the others (`follow`). So all read
+the same orders, even where the target skips steps, and a fault of any of them is a fault of the drafter.
 """
 
 import contextlib
