@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ PARAMS = [
     {"seed": 2, "temperature": 1.0, "max_tokens": 30, "ignore_eos": True},
 ]
 # Where the drafts cross: sockets and the host's memory, or a GPU's memory, with orders before outcomes.
-WAYS: dict[str, dict[str, bool]] = {"host": {}, "device": {"in_graphs": True, "uses_cuda_ipc": True}}
+WAYS: dict[str, dict[str, Any]] = {"host": {}, "device": {"in_graphs": True, "uses_cuda_ipc": True}}
 
 
 def plain(folder: Path) -> list[list[int]]:
