@@ -224,7 +224,7 @@ def _draft(config: EngineConfig, rank: int, folder: str, endpoint: DraftEndpoint
     if lies and rank == config.tp_size - 1:
         add = group.sum
         group.sum = lambda partial: add(partial.mul_(-3.0))  # type: ignore[method-assign]
-    with recorded_graphs() if in_graphs else nullcontext(), fake_ipc():
+    with recorded_graphs() if in_graphs else nullcontext(), fake_ipc(), torch.inference_mode():
         server = make_draft_server(config, replace(view, group=group), int(slots.read_text()))
         if rank == 0:
             server.serve(endpoint.address, endpoint.epoch)
