@@ -42,7 +42,7 @@ def test_a_rank_reads_nothing_between_an_outcome_and_the_next_launch(toy: Path, 
     assert seen.launches[0].without_reads > 10
 
 
-@pytest.mark.parametrize("name", ["EAGLE3", "STANDALONE-tree"])
+@pytest.mark.parametrize("name", ["EAGLE3", pytest.param("STANDALONE-tree", marks=pytest.mark.slow)])
 def test_ranks_read_nothing_before_a_launch_whose_drafts_were_ordered_before_the_outcome(
     name: str, toy: Path, tmp_path: Path
 ) -> None:
@@ -59,8 +59,15 @@ def test_ranks_read_nothing_before_a_launch_whose_drafts_were_ordered_before_the
         assert launches.early_without_reads == launches.early > 10
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("fault", "last"), [(kill, DraftFault.GONE), (stop, DraftFault.FROZEN)])
+@pytest.mark.parametrize(
+    ("fault", "last", "way"),
+    [
+        (kill, DraftFault.GONE, "host"),
+        (stop, DraftFault.FROZEN, "host"),
+        (kill, DraftFault.GONE, "device"),
+        pytest.param(stop, DraftFault.FROZEN, "device", marks=pytest.mark.slow),
+    ],
+)
 def test_a_rank_of_the_drafter_that_fails_costs_drafts_until_all_are_replaced(
     fault: Callable[[int], None], last: DraftFault, way: str, toy: Path, tmp_path: Path
 ) -> None:

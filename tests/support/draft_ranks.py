@@ -39,6 +39,7 @@ from tests.support.two_ranks import PROCESSES, TIMEOUT_S, RankZero, follow, laun
 
 # Steps until the first drafter is late, until it ends, and without drafts after either.
 STEPS_IN_TIME, STEPS_BEFORE, STEPS_WITHOUT = 3, 12, 3
+LONG_S = 3.0  # for a drafter that is in time
 CATCH_UP_S = 0.5  # before a step, for a drafter that was late
 
 
@@ -57,14 +58,15 @@ class Counting(RankZero):
 
     num_drafts = 0
 
-    def __init__(self, worker: Any) -> None:
+    def __init__(self, worker: Any, max_plans: int) -> None:
         super().__init__(worker)
-        self.faults: list[str] = []
+        self.max_plans, self.faults = max_plans, list[str]()
         self._drafts: RemoteDrafts = worker.drafts
 
     @property
     def capacity(self) -> Capacity:
-        return self.worker.capacity._replace(max_draft_tokens=self.most, reads_next_token=True, max_plans=2)
+        known = {"max_draft_tokens": self.most, "reads_next_token": True, "max_plans": self.max_plans}
+        return self.worker.capacity._replace(**known)
 
     def await_drafter(self) -> None:
         self._drafts.await_drafter(TIMEOUT_S)
@@ -143,8 +145,10 @@ def _pid(process: BaseProcess) -> int:
 
 def _lead(in_graphs: bool, fault: Callable[[int], None] | None, generate: Callable[[], Seen]) -> Seen:
     torch.set_num_threads(1)
-    source.FIRST_WAIT_S = source.LEAST_WAIT_S = source.FROZEN_S = 3.0 if fault is stop else TIMEOUT_S
-    if fault is None:
+    source.FIRST_WAIT_S = source.LEAST_WAIT_S = source.FROZEN_S = LONG_S if fault is stop else TIMEOUT_S
+    if fault is not None:
+        source.LEAST_WAIT_S = LONG_S  # a device does not notice that a drafter has ended
+    else:
         source._Peer.receive = awaiting(source._Peer.receive)  # type: ignore[method-assign]
     with recorded_graphs() if in_graphs else nullcontext(), fake_ipc():
         return generate()
@@ -162,7 +166,7 @@ def _generate(
     is_late: bool,
 ) -> Seen:
     worker = start_worker(config, 0, config.tp_size, f"file://{meeting}/ranks", colocate=endpoint)
-    rank, num_slots = Counting(worker), worker.capacity.num_blocks * config.page_size
+    rank, num_slots = Counting(worker, max_plans=1 + in_graphs), worker.capacity.num_blocks * config.page_size
     _start_drafter(f"{meeting}/first", num_slots)
     rank.await_drafter()
     warm_up(worker, config)
@@ -180,7 +184,7 @@ def _generate(
                 stop(drafters[0][-1])
             if is_late and step == STEPS_IN_TIME + STEPS_WITHOUT:
                 marks.append(rank.num_drafts)
-                source.LEAST_WAIT_S = TIMEOUT_S
+                source.LEAST_WAIT_S = LONG_S
                 resume(drafters[0][-1])
             if is_late and step > STEPS_IN_TIME + STEPS_WITHOUT and rank.num_drafts == marks[2]:
                 time.sleep(CATCH_UP_S)
