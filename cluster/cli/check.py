@@ -54,12 +54,16 @@ def check_keys(app: AppConfig) -> None:
         if (path := getattr(app.server, option)) is not None
     }
     if (clients := rings.get("api_key_file")) is not None:
-        for name in app.server.request_log_tenants:
-            if name not in clients.names | {EVERY_TENANT}:
-                known = ", ".join(sorted(clients.names))
-                raise ConfigError(
-                    f"server.request_log_tenants has {name}, which is not a name in server.api_key_file; it has {known}"
-                )
+        named = {"server.request_log_tenants": app.server.request_log_tenants}
+        for drafter in (app.speculative, *app.speculative.drafters):
+            named |= {
+                f"speculative.corpora, {corpus.name}: tenants": list(corpus.tenants) for corpus in drafter.corpora
+            }
+        for place, names in named.items():
+            for name in names:
+                if name not in clients.names | ({EVERY_TENANT} if place.startswith("server.") else set()):
+                    known = ", ".join(sorted(clients.names))
+                    raise ConfigError(f"{place} has {name}, which is not a name in server.api_key_file; it has {known}")
 
 
 def check_paths(app: AppConfig) -> None:

@@ -119,7 +119,7 @@ def _read(path: Path, where: str) -> tuple[NDArray[np.int32], NDArray[np.int32],
                 raise ConfigError(f"{where} is not a file that `specray corpus build` wrote")
             tokens, order = (file.get_tensor(name).numpy() for name in ("tokens", "order"))
     except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{where} cannot be read: {error}") from None
+        raise ConfigError(f"{where} cannot be read: {error}; make one with `specray corpus build FILES`") from None
     if len(tokens) < 3 or tokens[0] != GAP or tokens[-1] != GAP:
         raise ConfigError(f"{where} is damaged; build it again")
     return tokens, order, metadata["tokenizer"]

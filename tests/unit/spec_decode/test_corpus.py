@@ -94,8 +94,8 @@ def test_a_file_that_cannot_be_used_is_refused(tmp_path: Path, toy: Path) -> Non
     assert len(open_corpora(options("good"), toy)) == 1
     for name, reason in {
         "missing": "is no file; make one with `specray corpus build",
-        "text": "cannot be read",
-        "short": "cannot be read",
+        "text": "cannot be read.*; make one with `specray corpus build",
+        "short": "cannot be read.*; make one with `specray corpus build",
         "other": "tokenizer of another model",
         "large": "more than max_mb=1",
     }.items():

@@ -169,7 +169,9 @@ def test_key_files_are_checked_before_ray_starts(
     assert f"server.{option.replace('-', '_')}={file}" in error
 
 
-def test_tenants_of_the_request_log_must_have_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tenants_of_the_request_log_and_of_corpora_must_have_keys(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "keys"
     file.write_text("alice " + "k" * 16)
     file.chmod(0o600)
@@ -181,6 +183,9 @@ def test_tenants_of_the_request_log_must_have_keys(tmp_path: Path, capsys: pytes
     ]
     assert check([*arguments, "--server-request-log-tenants=[alice, eve]"]) == 2
     assert "server.request_log_tenants has eve, which is not a name in server.api_key_file" in capsys.readouterr().err
+    ngrams = [*arguments, "--server-request-log-tenants=[alice]", "--speculative-algorithm=NGRAM"]
+    assert check([*ngrams, "--speculative-corpora=[{name: docs, path: x, tenants: [eve]}]"]) == 2
+    assert "speculative.corpora, docs: tenants has eve, which is not a name in" in capsys.readouterr().err
 
 
 def test_a_port_in_use_is_an_error_before_ray_starts(
