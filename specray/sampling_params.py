@@ -19,6 +19,7 @@ MAX_STOP_STRINGS = 64
 MAX_ALLOWED_TOKENS = 1024
 MAX_BIASED_TOKENS = 300
 MAX_BANNED_SEQUENCES = 512
+MAX_BANNED_LENGTH = 64  # tokens of a banned sequence
 MAX_TOP_K = 1_000_000  # no vocabulary is larger
 ANY_SEED = -1  # asks for a random one, as in vLLM and SGLang
 
@@ -41,7 +42,7 @@ NumChoices = Annotated[int, Field(ge=1, le=MAX_CHOICES)]
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 AllowedTokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_TOKENS)]
 LogprobTokenIds = Annotated[list[TokenId], Field(max_length=MAX_ALLOWED_TOKENS)]
-TokenSequence = Annotated[list[TokenId], Field(min_length=1, max_length=64)]
+TokenSequence = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_BANNED_LENGTH)]
 BannedSequences = Annotated[list[TokenSequence], Field(max_length=MAX_BANNED_SEQUENCES)]
 PromptPosition = Annotated[int, Field(ge=0, le=10_000_000)]
 

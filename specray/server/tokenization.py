@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 from specray.engine.detokenizer import TextStream
 from specray.errors import ContextLengthError, InvalidRequestError, Overflow
 from specray.models.tokenizer import chat_template, render_chat, user_texts
-from specray.sampling_params import SamplingParams
+from specray.sampling_params import MAX_BANNED_LENGTH, SamplingParams
 from specray.server.chat.prompt import ChatPrompt
 from specray.server.choices import WHOLE, Truncation
 from specray.server.schemas.prompts import PromptSet, checked_token_ids
@@ -113,9 +113,17 @@ class Tokenization:
         return self._tokenizer.backend_tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def banned_sequences(self, words: Sequence[str]) -> list[list[int]]:
-        """The tokens of each of a request's `bad_words`, at the start of a text and after a space."""
+        """The tokens of each of a request's `bad_words`, at the start of a text and after a space.
+
+        InvalidRequestError for a word of too many tokens.
+        """
         texts = [text for word in words for text in (word.lstrip(), " " + word.lstrip())]
         sequences = [self.encode(text, "bad_words", add_special_tokens=False) for text in texts if text.strip()]
+        if (longest := max(map(len, sequences), default=0)) > MAX_BANNED_LENGTH:
+            raise InvalidRequestError(
+                f"bad_words has a word of {longest} tokens, but at most {MAX_BANNED_LENGTH} are allowed; shorten it",
+                "bad_words",
+            )
         return [list(sequence) for sequence in dict.fromkeys(map(tuple, sequences)) if sequence]
 
     def text_stream(self, params: SamplingParams, prompt: Sequence[int]) -> TextStream:

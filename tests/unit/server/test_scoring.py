@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from specray.sampling_params import MAX_BANNED_LENGTH
 from tests.support.scripted_server import Serve, Server, byte_tokenizer
 
 PROMPT = "Hello, prompt"
+MESSAGES = [{"role": "user", "content": PROMPT}]
 SCORE = -0.5  # of every token, see ScriptedRanks
 
 
@@ -245,6 +247,23 @@ def test_bad_words_reach_the_engine_as_tokens(serve: Serve) -> None:
             await post(server, "/v1/completions", {"prompt": "a", "max_tokens": 2, "bad_words": ["ab", " c"]})
             [row] = [row for row in server.ranks._rows.values() if row.sampling.banned_sequences]
             assert row.sampling.banned_sequences == [ids("ab"), ids(" ab"), ids("c"), ids(" c")]
+
+    asyncio.run(run())
+
+
+def test_bad_words_of_too_many_tokens_are_a_400_that_names_them(serve: Serve) -> None:
+    """The schema bounds characters; how many tokens they are is known after tokenizing only."""
+
+    async def run() -> None:
+        async with serve() as server:
+            for path, prompt in (("completions", {"prompt": "a"}), ("chat/completions", {"messages": MESSAGES})):
+                for length, status in ((MAX_BANNED_LENGTH - 1, 200), (MAX_BANNED_LENGTH, 400)):  # and a space before it
+                    body = prompt | {"max_tokens": 2, "bad_words": ["ab", "x" * length]}
+                    response = await server.http.post(f"/v1/{path}", json=body)
+                    assert response.status_code == status, response.text
+                error = response.json()["error"]
+                assert error["param"] == "bad_words"
+                assert f"{MAX_BANNED_LENGTH + 1} tokens" in error["message"]
 
     asyncio.run(run())
 
