@@ -73,6 +73,7 @@ class TargetActor:
         connects once all ranks have captured their graphs and compiled their kernels.
         """
         from specray.worker.out_of_memory import STEPPING, enough_memory
+        from specray.worker.rank_worker import RankWorker
         from specray.worker.remote_drafter.source import RemoteDrafts
         from specray.worker.served_loop import ServedLoop
         from specray.worker.warm_up import warm_up
@@ -80,6 +81,7 @@ class TargetActor:
         with enough_memory(self._config, STEPPING, EngineDeadError):
             if self._rank > 0:
                 warm_up(self._worker, self._config)
+                assert isinstance(self._worker, RankWorker)
                 self._worker.run_loop()
                 return
             if self._endpoint is not None and self._config.speculative.has_drafter:

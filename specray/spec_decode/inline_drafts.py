@@ -17,9 +17,8 @@ from specray.spec_decode.drafter import (
     UnsizedTrees,
     composite_of,
 )
-from specray.spec_decode.pending_trees import PendingTrees, TakenTrees
+from specray.spec_decode.pending_trees import PendingTrees, TakenTrees, limited
 from specray.spec_decode.propose_context import ProposeContext
-from specray.spec_decode.tree_edits import limited
 from specray.step import DraftFault, DraftLimit
 
 

@@ -12,6 +12,7 @@ from specray.ops.host_copy import HostCopy
 from specray.ops.step_tensors import TreesWanted, TreeTensors
 from specray.spec_decode.draft_tree import NONE, DraftTree
 from specray.spec_decode.step_ops import step_ops
+from specray.spec_decode.tree_edits import limit_depth
 from specray.step import DraftLimit
 
 
@@ -97,3 +98,11 @@ class PendingTrees:
         )
         place = places.index_select(0, slots)
         return probs.index_select(0, place.clamp(min=0)) * (place >= 0)[:, None, None]
+
+
+def limited(tree: DraftTree, limits: Sequence[DraftLimit]) -> DraftTree:
+    """A drafter's trees without levels beyond the limits of their requests."""
+    steps = [limit.num_steps for limit in limits]
+    if not steps or min(steps) >= tree.max_depth:
+        return tree
+    return limit_depth(tree, torch.tensor(steps).to(tree.tokens.device, non_blocking=True))

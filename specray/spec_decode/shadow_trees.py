@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 
 from specray.spec_decode.draft_tree import ROOT, DraftTree, TreeLists
+from specray.spec_decode.pending_trees import limited
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
-from specray.spec_decode.tree_edits import limited
 
 
 class Compared(NamedTuple):

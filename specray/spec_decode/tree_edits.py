@@ -1,13 +1,10 @@
 """Draft trees made from others: a batch with some trees replaced, and trees without their deepest levels."""
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from specray.spec_decode.draft_tree import NONE, DraftTree
-from specray.step import DraftLimit
 
 
 def replace_trees(others: DraftTree, places: Tensor, trees: DraftTree) -> DraftTree:
@@ -57,11 +54,3 @@ def limit_depth(tree: DraftTree, num_steps: Tensor) -> DraftTree:
         probs = probs.gather(1, order[:, :, None].expand(-1, -1, probs.shape[-1]))
     scores = None if tree.scores is None else tree.scores.gather(1, order)
     return DraftTree(tokens, parents.masked_fill(is_past, NONE), num_nodes, tree.max_depth, probs, scores=scores)
-
-
-def limited(tree: DraftTree, limits: Sequence[DraftLimit]) -> DraftTree:
-    """A drafter's trees without levels beyond the limits of their requests."""
-    steps = [limit.num_steps for limit in limits]
-    if not steps or min(steps) >= tree.max_depth:
-        return tree
-    return limit_depth(tree, torch.tensor(steps).to(tree.tokens.device, non_blocking=True))

@@ -16,8 +16,8 @@ from specray.ops.graphs import Graphs
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import DeviceDrafter, DraftSource, EarlyStep
 from specray.spec_decode.node_sampler import NodeSampler
+from specray.spec_decode.pending_trees import limited
 from specray.spec_decode.request_table import RequestTable
-from specray.spec_decode.tree_edits import limited
 from specray.step import BucketSeconds, DraftLimit
 from specray.worker.buckets import Bucket, buckets, draft_buckets, node_buckets, smallest_bucket
 from specray.worker.draft_context import early_requests

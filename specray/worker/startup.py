@@ -37,6 +37,7 @@ from specray.worker.kernel_backend import KernelBackend
 from specray.worker.loading import LoadedTarget, choose_device, ring_limits
 from specray.worker.memory_plan import one_shot_bytes
 from specray.worker.model_runner import ModelRunner
+from specray.worker.rank_worker import RankWorker
 from specray.worker.remote_drafter.handshake import DraftEndpoint, DraftPlacement
 from specray.worker.remote_drafter.source import RemoteDrafts
 from specray.worker.step_backend import StepBackend
@@ -131,7 +132,8 @@ def start_worker(
         num_stored_states=target.num_stored_states,
         mixed_prefill_tokens=mixed_prefill_tokens(config, is_gpu=device.type == "cuda"),
     )
-    return Worker(
+    kind = RankWorker if group.size > 1 else Worker
+    return kind(
         group=group,
         backend=backend,
         table=table,

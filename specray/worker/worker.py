@@ -1,10 +1,9 @@
-"""One rank of the target: its steps, from the plan to the drafts of the next one.
+"""The steps of a rank of the target, from the plan to the drafts of the next one.
 
 `execute` is a whole step: `begin` collects the trees and starts the target's pass over them, `finish` verifies them and
 keeps the accepted paths; `propose` then drafts for the next step. A step may begin early, before the one before is
-finished: its forward pass takes the tokens, and the trees that a graph drafted, from the device. All ranks run the same
-code on rank 0's plan and outcome of verification, and on its trees where theirs may not be equal, so ranks cannot
-diverge.
+finished: its forward pass takes the tokens, and the trees that a graph drafted, from the device. `rank_worker` has what
+several ranks do beside it.
 """
 
 import time
@@ -25,9 +24,8 @@ from specray.spec_decode.propose_context import ProposeContext
 from specray.spec_decode.request_state import RequestState
 from specray.spec_decode.request_table import RequestTable
 from specray.step import BucketSeconds, DraftLimit, RequestResult, StepPlan, StepResult, StepTimes
-from specray.step_wire import pack, unpack_plan
 from specray.structured_output.matchers import GrammarTable
-from specray.worker.broadcast import share_drafted, share_sizes, share_trees
+from specray.worker.broadcast import share_drafted, share_trees
 from specray.worker.draft_context import draft_context
 from specray.worker.input_batch import ScheduledBatch, StepBatch
 from specray.worker.prompt_logprobs import compute_prompt_logprobs
@@ -36,9 +34,6 @@ from specray.worker.step_output import StepOutput, with_traces
 
 NO_DRAFTS = DraftLimit(0, 0)
 NOT_A_NUMBER = "the model's output for this request is NaN or infinite, so no token can be sampled"
-# Commands to ranks above 0. The first two come before a plan. They finish a step without a command if none can begin
-# early after it, and when one has begun early after it.
-_BEGIN, _BEGIN_EARLY, _FINISH = b"\0", b"\1", b"\2"
 
 
 class StartedStep(NamedTuple):
@@ -61,7 +56,7 @@ class StartedStep(NamedTuple):
 
 
 class Worker:
-    """One rank, as `startup` makes it. Rank 0 is driven by `execute` and `propose`, the others by `run_loop`."""
+    """A rank, as `startup` makes it: the only one, or see `RankWorker`. It is driven by `execute` and `propose`."""
 
     def __init__(
         self,
@@ -101,8 +96,6 @@ class Worker:
 
     def prepare(self) -> None:
         """Capture CUDA graphs for the trees of the drafter; all ranks call it together."""
-        if self._shares_trees:
-            share_sizes(self._group, self.drafts)
         self.backend.prepare()
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -139,11 +132,9 @@ class Worker:
         """
         with self._inference:
             if self._started:
-                self._tell(_BEGIN_EARLY, plan)
                 self._begin_early(plan)
                 return
             ready, deferred = self._without_deferred(plan)
-            self._tell(_BEGIN, ready)
             self._begin(ready, [row.slot for row in plan.rows], deferred)
 
     def has_result(self) -> bool:
@@ -154,8 +145,6 @@ class Worker:
     def finish(self) -> StepResult:
         """The result of the oldest step that was started: its trees are verified, and the accepted paths are kept."""
         with self._inference:
-            if self._group.size > 1 and len(self._started) == 1 and self._may_be_followed(self._started[0]):
-                self._group.broadcast_bytes(_FINISH)
             result, buckets, self.bucket_seconds = self._finish(), self.bucket_seconds, []
             return result._replace(bucket_seconds=buckets) if buckets else result
 
@@ -164,27 +153,8 @@ class Worker:
         context, self._context = self._context, self._nothing
         self.drafts.submit(context)
 
-    @torch.inference_mode()
-    def run_loop(self) -> None:
-        """Run the plans of rank 0 until the group breaks; for ranks above 0."""
-        while True:
-            data = self._group.broadcast_bytes(None)
-            command = data[:1]
-            if command == _BEGIN:
-                self._begin(unpack_plan(data[1:]))
-            elif command == _BEGIN_EARLY:
-                self._begin_early(unpack_plan(data[1:]))
-            if command != _BEGIN or not self._may_be_followed(self._started[-1]):
-                self._finish()
-                self.propose()
-
     def close(self) -> None:
         self._group.close()
-
-    def _tell(self, command: bytes, plan: StepPlan) -> None:
-        """On rank 0, give a plan to the other ranks."""
-        if self._group.size > 1:
-            self._group.broadcast_bytes(command + pack(plan))
 
     def _without_deferred(self, plan: StepPlan) -> tuple[StepPlan, dict[int, RequestResult]]:
         """(the plan without the requests that cannot run, what to report for these, by slot).
@@ -234,10 +204,6 @@ class Worker:
             drafted = share_drafted(self._group, self.drafts, drafted, before.batch.tree)
         started = self.backend.begin_after(before, drafted, self._draft_limits(plan))
         self._started.append(StartedStep(plan, started, 0.0, start, 0.0, is_early=True))
-
-    def _may_be_followed(self, step: StartedStep) -> bool:
-        """Whether another step may begin early after this one. Ranks agree on this."""
-        return step.started is not None and self.backend.can_begin_after(step.started)
 
     def _drafts_nothing(self, *plans: StepPlan) -> bool:
         """Whether these steps neither verify drafts nor make any."""

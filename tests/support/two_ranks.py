@@ -23,6 +23,7 @@ from specray.spec_decode.drafter import TreeRows
 from specray.spec_decode.inline_drafts import InlineDrafts
 from specray.step import DraftLimit, StepResult
 from specray.worker import startup
+from specray.worker.rank_worker import RankWorker
 from specray.worker.remote_drafter.handshake import DraftEndpoint
 from specray.worker.startup import start_worker
 from specray.worker.step_loop import StepLoop
@@ -185,6 +186,7 @@ def follow(
             worker = start_worker(config, rank, config.tp_size, address, colocate=colocate)
             warm_up(worker, config)
             with host_events() if in_graphs else nullcontext([]) as events, contextlib.suppress(RuntimeError):
+                assert isinstance(worker, RankWorker)
                 worker.run_loop()  # until rank 0 closes the group
             worker.close()
             _file_of(address, rank).write_text(json.dumps(launches_in(events)))

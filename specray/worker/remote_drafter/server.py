@@ -39,8 +39,8 @@ from specray.ops.linear import fixed_order
 from specray.spec_decode import make_drafter
 from specray.spec_decode.draft_tree import NONE, DraftTree
 from specray.spec_decode.drafter import Drafter, DraftFaultError, TargetView, composite_of, device_drafter
+from specray.spec_decode.pending_trees import limited
 from specray.spec_decode.request_table import RequestTable
-from specray.spec_decode.tree_edits import limited
 from specray.spec_decode.verifier import is_padded, make_sampler
 from specray.worker.draft_graphs import DraftGraphs, graphs_of_members
 from specray.worker.loading import choose_device
