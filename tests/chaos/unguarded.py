@@ -59,9 +59,9 @@ SAFEGUARDS: dict[str, tuple[Safeguard, ...]] = {
     "redeployed": (NO_DRAIN, NO_FAILOVER),
     "clients leave": (
         Safeguard(
-            "specray/engine/engine.py",
-            "        self.scheduler.finish(request)\n",
-            "        if reason is not FinishReason.ABORT:\n            self.scheduler.finish(request)\n",
+            "specray/engine/live_requests.py",
+            "        self._scheduler.finish(request)\n",
+            "        if reason is not FinishReason.ABORT:\n            self._scheduler.finish(request)\n",
         ),
     ),
     "overload": (

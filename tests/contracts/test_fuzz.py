@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from specray.engine.scheduler import Scheduler
+from specray.engine.request_slots import RequestSlots
 from specray.server.generation import GenerationEndpoints
 from tests.fuzz.files import SUBJECTS, FileFindings, Report, _collect, _outcome, fuzz_files
 from tests.fuzz.grammars import fuzz_grammars
@@ -68,17 +68,17 @@ def test_a_connection_to_elsewhere_is_found(model: Path, monkeypatch: pytest.Mon
 
 
 def test_a_leaked_request_is_found(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    release, lost = Scheduler._release, []
+    release, lost = RequestSlots.release, []
 
-    def leak_once(scheduler: Scheduler, request: Any) -> None:
-        release(scheduler, request)
+    def leak_once(slots: RequestSlots, request: Any) -> None:
+        release(slots, request)
         if not lost:
-            lost.append(scheduler.slots.free.pop())
+            lost.append(slots.free.pop())
 
     async def check_once(condition: Callable[[], bool]) -> bool:
         return condition() if lost else await until(condition)
 
-    monkeypatch.setattr(Scheduler, "_release", leak_once)
+    monkeypatch.setattr(RequestSlots, "release", leak_once)
     monkeypatch.setattr("tests.fuzz.http.until", check_once)
     assert any("1 slots not released" in problem for problem in run(model, 60).problems)
 

@@ -66,7 +66,7 @@ def test_a_server_is_stopped_with_its_children(
     ("program", "timeout", "reason"),
     [
         ("print('no such model'); raise SystemExit(3)", 60.0, "ended with status 3.*no such model"),
-        ("import time; print('thinking', flush=True); time.sleep(60)", 3.0, "not ready after 3 s.*thinking"),
+        ("import time; print('thinking', flush=True); time.sleep(60)", 8.0, "not ready after 8 s.*thinking"),
     ],
 )
 def test_a_server_that_does_not_start_is_an_error_with_its_log(
