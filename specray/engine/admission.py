@@ -69,8 +69,9 @@ class Admission:
         """QueueFullError if one more request, after the `arriving` ones, exceeds the queue's limit or its tenant's."""
         # Before the queue: a step in another thread may admit a request meanwhile, and it must not count in both.
         num_free = self._scheduler.slots.num_free
-        num_waiting = len(self._scheduler.waiting) + len(arriving)
-        num_own = self._scheduler.waiting.num_waiting_of(tenant) + sum(other.tenant == tenant for other in arriving)
+        waiting = self._scheduler.waiting
+        num_waiting = len(waiting) - waiting.num_probes + sum(not other.is_probe for other in arriving)
+        num_own = waiting.num_waiting_of(tenant) + sum(other.tenant == tenant for other in arriving)
         if num_waiting >= self._config.max_queued_requests + num_free:
             raise QueueFullError(
                 f"{num_waiting} requests are waiting and max_queued_requests is {self._config.max_queued_requests}; "

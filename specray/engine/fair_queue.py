@@ -37,7 +37,9 @@ class FairQueue:
         self._level = 0  # tokens served to the last tenant in turn; never decreases while requests wait
         self._total = 0  # tokens served; `_for_age` bounds those served out of turn
         self._for_age = 0
-        self.num_waiting = 0  # a counter, so that other threads can read it during a step
+        # Counters, so that other threads can read them during a step.
+        self.num_waiting = 0
+        self.num_probes = 0  # of these, the server's own requests
 
     def __len__(self) -> int:
         return self.num_waiting
@@ -60,36 +62,39 @@ class FairQueue:
             self._served[tenant] = max(self._level, self._served.get(tenant, 0))
         self._num_of[tenant] = self._num_of.get(tenant, 0) + 1
         self._lines.setdefault(_line_of(request), deque()).append(request)
-        self.num_waiting += 1
+        self._count(request, 1)
 
     def appendleft(self, request: Request) -> None:
         """Return a request to the front of the queue."""
         self._returned.appendleft(request)
-        self.num_waiting += 1
+        self._count(request, 1)
 
     def popleft(self) -> Request:
         """Remove and return the request that starts next."""
-        self.num_waiting -= 1
-        if self._returned:
-            return self._returned.popleft()
-        request = self._next()
-        self._take(request)
-        self.charge(request, request.num_prompt_tokens)
+        is_returned = bool(self._returned)
+        request = self._returned[0] if is_returned else self._next()
+        self.remove(request)
+        if not is_returned:
+            self.charge(request, request.num_prompt_tokens)
         return request
 
     def remove(self, request: Request) -> None:
-        """Remove a request that will not start."""
+        """Remove a request."""
         if request in self._returned:
             self._returned.remove(request)
         else:
             self._take(request)
-        self.num_waiting -= 1
+        self._count(request, -1)
 
     def charge(self, request: Request, num_tokens: int) -> None:
         """Charge `num_tokens` to a request's tenant."""
         tenant = request.spec.tenant
         self._served[tenant] = self._served.get(tenant, self._level) + num_tokens
         self._total += num_tokens
+
+    def _count(self, request: Request, change: int) -> None:
+        self.num_waiting += change
+        self.num_probes += change * request.spec.is_probe
 
     def _next(self) -> Request:
         heads = [line[0] for line in self._lines.values()]

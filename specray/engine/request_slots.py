@@ -27,8 +27,8 @@ class RequestSlots:
 
     @property
     def num_free(self) -> int:
-        """Slots that a client's request can have. An audit makes way for it."""
-        return len(self.free) + sum(request.spec.is_audit for request in self.running)
+        """Slots that a client's request can have now or soon: an audit makes way for it, and a probe needs one step."""
+        return len(self.free) + sum(request.spec.is_probe for request in self.running)
 
     @property
     def max_request_tokens(self) -> int:

@@ -1,6 +1,7 @@
 """Overload: limits of the queue, deadlines, and chunks of long prompts."""
 
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -121,6 +122,19 @@ def test_requests_that_arrive_during_a_step_count() -> None:
     engine.admission.check(request("a0", tenant="a"), arriving)
     with pytest.raises(QueueFullError, match="2 requests with this key"):
         engine.admission.check(request("b2", tenant="b"), arriving)
+
+
+@pytest.mark.parametrize("probe", ["none", "arriving", "waiting", "running"])
+def test_a_probe_takes_no_clients_place(probe: str) -> None:
+    engine, _ = make_engine(max_running_requests=1, max_queued_requests=1)
+    sent = [replace(request("probe"), is_probe=True)] * (probe != "none")
+    if probe in ("waiting", "running"):
+        engine.add_request(sent.pop())
+    if probe == "running":
+        engine.step()
+    engine.admission.check_queue(arriving=[*sent, request("a")])
+    with pytest.raises(QueueFullError, match="2 requests are waiting"):
+        engine.admission.check_queue(arriving=[*sent, request("a"), request("b")])
 
 
 def test_decoding_rows_wait_for_few_prompt_tokens() -> None:
