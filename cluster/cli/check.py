@@ -54,16 +54,13 @@ def check_keys(app: AppConfig) -> None:
         if (path := getattr(app.server, option)) is not None
     }
     if (clients := rings.get("api_key_file")) is not None:
-        named = {"server.request_log_tenants": app.server.request_log_tenants}
+        named = {"server.request_log_tenants": set(app.server.request_log_tenants) - {EVERY_TENANT}}
         for drafter in (app.speculative, *app.speculative.drafters):
-            named |= {
-                f"speculative.corpora, {corpus.name}: tenants": list(corpus.tenants) for corpus in drafter.corpora
-            }
+            named |= {f"speculative.corpora, {each.name}: tenants": set(each.tenants) for each in drafter.corpora}
+        known = ", ".join(sorted(clients.names))
         for place, names in named.items():
-            for name in names:
-                if name not in clients.names | ({EVERY_TENANT} if place.startswith("server.") else set()):
-                    known = ", ".join(sorted(clients.names))
-                    raise ConfigError(f"{place} has {name}, which is not a name in server.api_key_file; it has {known}")
+            for name in sorted(names - clients.names):
+                raise ConfigError(f"{place} has {name}, which is not a name in server.api_key_file; it has {known}")
 
 
 def check_paths(app: AppConfig) -> None:

@@ -64,6 +64,15 @@ class RaggedIndex(NamedTuple):
         return cls(rows, place - (ends - lengths).index_select(0, rows))
 
 
+def ragged_places(lengths: Tensor, width: int, total: int) -> Tensor:
+    """int64 [rows, `width`], where the elements of rows of `lengths` are, concatenated; anywhere where there is none.
+
+    `total` is that of RaggedIndex.
+    """
+    offsets = torch.arange(width, device=lengths.device)
+    return ((lengths.cumsum(0) - lengths)[:, None] + offsets).clamp(max=total - 1)
+
+
 def num_kept(outcome: Tensor) -> Tensor:
     """int64 [R], nodes whose KV is kept."""
     return outcome[:, 0]

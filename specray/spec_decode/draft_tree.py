@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specray.ops.step_tensors import ragged_places
+
 ROOT = 0
 NONE = -1  # token and parent where there is no node
 
@@ -79,8 +81,7 @@ class DraftTree(NamedTuple):
 
     def places(self, total: int) -> Tensor:
         """int64 [B, N], those of all nodes, up to `total`; any one where there is no node."""
-        nodes = torch.arange(self.tokens.shape[1], device=self.tokens.device)
-        return (self.starts()[:, None] + nodes).clamp(max=total - 1)
+        return ragged_places(self.num_nodes, self.tokens.shape[1], total)
 
     def is_valid(self, vocab_size: int) -> Tensor:
         """bool [B]: all tokens are in the vocabulary and every parent comes before its child."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specray.ops.attention import Attend, make_zeros
 from specray.ops.states import PaddedStateRows, StatefulAttend, StateOperation, StatePass, StateRows, StateShape
-from specray.ops.step_tensors import RaggedIndex, nodes_of, num_kept
+from specray.ops.step_tensors import RaggedIndex, nodes_of, num_kept, ragged_places
 from specray.spec_decode.draft_tree import DraftTree
 from specray.step import NewRequest
 from specray.worker.input_batch import StepBatch
@@ -129,9 +129,7 @@ class PaddedStates:
 def _places(lengths: Tensor, width: int, total: int) -> tuple[Tensor, Tensor]:
     """`PaddedStateRows.places` of `lengths` int64 [R] rows, one request after the other, with room for `total`."""
     index = RaggedIndex.of(lengths, total)
-    starts, offset = lengths.cumsum(0) - lengths, torch.arange(width, device=lengths.device)
-    of_rows = (starts[:, None] + offset).clamp(max=total - 1)
-    return of_rows, index.rows * width + index.offsets.clamp(max=width - 1)
+    return ragged_places(lengths, width, total), index.rows * width + index.offsets.clamp(max=width - 1)
 
 
 class _PaddedPass:

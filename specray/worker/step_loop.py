@@ -1,4 +1,4 @@
-"""The order in which rank 0 runs steps. `served_loop` is the same for a router at the other end of a channel."""
+"""The order in which rank 0 runs steps. `served_loop` takes them from a router at the other end of a channel."""
 
 from collections import deque
 from typing import NoReturn
