@@ -40,7 +40,6 @@ from tests.support.two_ranks import PROCESSES, TIMEOUT_S, RankZero, follow, laun
 # Steps until the first drafter is late, until it ends, and without drafts after either.
 STEPS_IN_TIME, STEPS_BEFORE, STEPS_WITHOUT = 3, 12, 3
 LONG_S = 5.0  # for a drafter that is in time
-RUN_TIMEOUT_S = 500.0  # of a whole run: up to seven processes share a core, and compute in the interpreter
 CATCH_UP_S = 0.5  # before a step, for a drafter that was late
 
 
@@ -129,7 +128,7 @@ def run_draft_ranks(
             try:
                 pids = [[_pid(process) for process in each] for each in drafters]
                 arguments = config, meeting, endpoint, pids, in_graphs, prompts, params, fault, is_late
-                seen = first.submit(_lead, in_graphs, fault, partial(_generate, *arguments)).result(RUN_TIMEOUT_S)
+                seen = first.submit(_lead, in_graphs, fault, partial(_generate, *arguments)).result(TIMEOUT_S)
                 for process in others:  # rank 0 has closed the group
                     process.join(TIMEOUT_S)
                 return seen._replace(launches=seen.launches + launches_of(runs[0][1], ranks))

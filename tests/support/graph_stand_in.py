@@ -97,16 +97,17 @@ class RecordedGraph(TorchDispatchMode):
         self._graphs.leave(self.allocated)
 
     def replay(self) -> None:
-        for function, args, kwargs, outputs, is_collective in self.operations:
-            returned = function(*args, **kwargs)
-            if is_collective:
-                for work in tree_leaves(returned):
-                    if not isinstance(work, Tensor):
-                        work.wait()  # a collective goes on in another thread
-            for output, result in zip(outputs, _tensors(returned), strict=True):
-                assert output.shape == result.shape, (function, output.shape, result.shape)
-                if output.data_ptr() != result.data_ptr():
-                    output.copy_(result)
+        with torch._C._DisableTorchDispatch():  # no operator that was captured reads on the host
+            for function, args, kwargs, outputs, is_collective in self.operations:
+                returned = function(*args, **kwargs)
+                if is_collective:
+                    for work in tree_leaves(returned):
+                        if not isinstance(work, Tensor):
+                            work.wait()  # a collective goes on in another thread
+                for output, result in zip(outputs, _tensors(returned), strict=True):
+                    assert output.shape == result.shape, (function, output.shape, result.shape)
+                    if output.data_ptr() != result.data_ptr():
+                        output.copy_(result)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
