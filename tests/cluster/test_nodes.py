@@ -33,10 +33,10 @@ SLACK_S = 5.0  # for a busy machine
 REPLACEMENT_S = 90.0  # for an engine that starts again
 UNREACHABLE_END_S = 6.0  # within which unreachable ranks exit
 SMALL = {"max_total_tokens": 4096, "num_threads": 1, "dtype": "float32", "device": "cpu"}
-LONG = {"max_tokens": 400, "temperature": 0.8, "ignore_eos": True}
+LONG = {"max_tokens": 200, "temperature": 0.8, "ignore_eos": True}
 PROMPTS = [f"Story number {number}:" for number in range(6)]
 DRAFTERS = ("head", "layers")
-FIRST_OF_LAST = 300  # of the tokens that a stream gets after a fault
+FIRST_OF_LAST = 130  # of the tokens that a stream gets after a fault
 
 # Three engines of two ranks, each of which takes a seat, and only the head can hold the ingress. So head and second
 # node have an engine each, and the third is across the head, with its router, and the far node. A draft actor is beside
