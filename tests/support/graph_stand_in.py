@@ -72,8 +72,9 @@ class RecordedGraphs(Graphs):
 
     def _spoil(self) -> None:
         """Overwrite what graphs have left in their own memory."""
-        for memory in self._left.values():
-            memory.fill_(_GARBAGE)
+        with torch._C._DisableTorchDispatch():  # filling is no operator of the engine's
+            for memory in self._left.values():
+                memory.fill_(_GARBAGE)
         self._left = {}
 
     def _recorded(self, key: Hashable) -> "RecordedGraph":
