@@ -62,10 +62,12 @@ class RankGroup:
         self._buffers: PeerBuffers | None = None
         self._cpu: dist.ProcessGroup | None = None
         self._sums_by_rank = False
+        self.has_fixed_sums = True  # a number's sum has the same bits wherever it stands in a tensor of any size
         if size > 1:
             backend = "nccl" if device is not None and device.type == "cuda" else "gloo"
             # Gloo's order depends on the place in the tensor, so on the batch. Two numbers have one sum in any order.
             self._sums_by_rank = size > 2 and (deterministic or backend == "gloo")
+            self.has_fixed_sums = size == 2 or self._sums_by_rank
             dist.init_process_group(backend, init_method, rank=rank, world_size=size, timeout=timedelta(minutes=5))
             # A follower waits for its next plan as long as the server is idle; the actor's watchdog detects dead ranks.
             self._cpu = dist.new_group(backend="gloo", timeout=timedelta(days=365))

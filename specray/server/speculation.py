@@ -19,7 +19,7 @@ Json = dict[str, Any]
 NO_DRAFTING = DraftLimit(0, 0)
 ROUNDING = (
     "rounding depends on the shape of the batch, so two tokens of nearly equal probability can swap places; "
-    "set deterministic: true, or dtype: float32 and quantization: null, to avoid it"
+    "set deterministic: true, or dtype: float32 and quantization: null on at most two GPUs, to avoid it"
 )
 
 

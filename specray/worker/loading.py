@@ -41,7 +41,7 @@ class LoadedTarget:
         uses_cuda_ipc: bool = False,
     ) -> None:
         """`placement` is the drafter's; `uses_cuda_ipc`: see DraftEndpoint."""
-        self._config, self._folder, self._device = config, folder, device
+        self._config, self._folder, self._device, self._group = config, folder, device, group
         check_kv_dtype(config.kv_cache_dtype, config.attention_backend, device)
         if is_float8(kv_dtype(config, torch.float32)):
             _check_kv_scales(config, folder)
@@ -124,7 +124,7 @@ class LoadedTarget:
     def has_one_text(self) -> bool:
         """See Capacity."""
         is_float32 = self.model.embedding.weight.dtype is torch.float32 and self._config.quantization is None
-        return is_float32 or self._has_fixed_sums
+        return self._group.has_fixed_sums and (is_float32 or self._has_fixed_sums)
 
     @property
     def has_fused_attention(self) -> bool:

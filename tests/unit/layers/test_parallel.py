@@ -3,7 +3,9 @@
 from multiprocessing.queues import Queue
 from pathlib import Path
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from specray.layers.moe import Expert, ExpertList, MixtureOfExperts, SoftmaxRoute
@@ -36,6 +38,26 @@ def test_the_parts_of_routed_and_shared_experts_sum_to_the_mixture() -> None:
         return MixtureOfExperts(gate, SoftmaxRoute(2), ExpertList(routed), shared)(x)
 
     torch.testing.assert_close(mixture(slice(0, 3)) + mixture(slice(3, 6)), mixture(slice(None)))
+
+
+@pytest.mark.parametrize(
+    ("size", "device", "deterministic", "is_fixed"),
+    [
+        (1, "cuda", False, True),
+        (2, "cuda", False, True),
+        (3, "cuda", False, False),
+        (3, "cuda", True, True),
+        (3, "cpu", False, True),
+    ],
+)
+def test_sums_are_promised_to_be_fixed_where_their_order_is(
+    size: int, device: str, deterministic: bool, is_fixed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL chooses the order of more than two parts by the size of the message."""
+    for function in ("init_process_group", "new_group"):
+        monkeypatch.setattr(dist, function, lambda *_, **__: None)
+    group = RankGroup(0, size, "file:///nowhere", torch.device(device), deterministic)
+    assert group.has_fixed_sums == is_fixed
 
 
 def _listen(meeting: str, received: "Queue[list[bytes]]") -> None:

@@ -12,6 +12,7 @@ import torch
 
 from specray.config import EngineConfig
 from specray.errors import ConfigError
+from specray.layers.parallel import RankGroup
 from specray.models.llama import Llama
 from specray.ops.cpu.library import kernels
 from specray.spec_decode.draft_tree import NONE, DraftTree, TreeLists
@@ -560,6 +561,18 @@ def test_deterministic_holds_for_deepseek_on_a_cpu(tmp_path: Path) -> None:
     write_deepseek(tmp_path)
     config = EngineConfig(model=str(tmp_path), dtype="bfloat16", device="cpu", max_total_tokens=256, deterministic=True)
     assert start_worker(config).capacity.has_one_text
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_text_is_promised_where_sums_over_ranks_depend_on_the_batch(
+    toy: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EngineConfig(model=str(toy), dtype=dtype, device="cpu", max_total_tokens=256)
+    group = RankGroup()
+    monkeypatch.setattr(startup, "RankGroup", lambda *_: group)
+    assert start_worker(config).capacity.has_one_text == (dtype == "float32" or kernels() is not None)
+    group.has_fixed_sums = False
+    assert not start_worker(config).capacity.has_one_text
 
 
 @pytest.mark.parametrize("are_there", [True, False])
