@@ -32,7 +32,7 @@ class DrafterInUse:
         self.name = config.speculative.drafter_name or "none"
         self.selector = self._make_selector(config.speculative)  # None until there are several drafters
         self._speedup = MeasuredSpeedup(stats)
-        self.timer = StepTimer(self._speedup.record)
+        self.timer = self._make_timer(config.speculative)
         self.bucket_seconds: Sequence[BucketSeconds] = ()  # of the last result that had any
 
     def new_budget(self, speculative: SpeculativeConfig, max_draft_tokens: int) -> DraftBudget:
@@ -48,13 +48,13 @@ class DrafterInUse:
         if any(bucket.num_nodes > max_draft_tokens for bucket in self.bucket_seconds):  # else of smaller trees only
             self._limits.budget.record_bucket_seconds(self.bucket_seconds)
         self._limits.max_draft_tokens = max_draft_tokens
-        self.timer = StepTimer(self._speedup.record)
         self._record.drafter(speculative.drafter_name)
         self.name = speculative.drafter_name or "none"
         if self.selector is None:
             self.selector = self._make_selector(speculative)
         else:
             self.selector.use(speculative)
+        self.timer = self._make_timer(speculative)
 
     def record_bucket_seconds(self, buckets: Sequence[BucketSeconds]) -> None:
         """The worker has measured its CUDA graphs, whose times are the same for every drafter."""
@@ -63,3 +63,8 @@ class DrafterInUse:
 
     def _make_selector(self, speculative: SpeculativeConfig) -> DrafterSelector | None:
         return DrafterSelector(speculative, self._decode, self._stats, Random(0)) if speculative.drafters else None
+
+    def _make_timer(self, speculative: SpeculativeConfig) -> StepTimer | None:
+        """None where nothing is learnt from steps' times: no drafter is chosen, and no plain step is asked for."""
+        learns = self._limits.budget.learns or self.selector is not None or speculative.plain_share > 0
+        return StepTimer(self._speedup.record) if learns else None

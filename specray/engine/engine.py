@@ -54,7 +54,8 @@ class Engine:
         With two plans in flight, the ranks compute the next step while the outputs of this one are handled.
         """
         start, timer, selector = time.perf_counter(), self.drafter.timer, self.drafter.selector
-        timer.start(start, is_busy=bool(self._in_flight))
+        if timer is not None:
+            timer.start(start, is_busy=bool(self._in_flight))
         self._end_overdue()
         if self.requests.auditor is not None:
             self.requests.audit(self.requests.auditor)
@@ -63,14 +64,15 @@ class Engine:
         if self._in_flight:
             result, plan = self.executor.collect(), self._in_flight.popleft()
             assert result.step_id == plan.step_id, "a step failed, and the engine was used again"
-            timer.end(time.perf_counter(), plan, result, self.scheduler.drafts.budget)
+            if timer is not None:
+                timer.end(time.perf_counter(), plan, result, self.scheduler.drafts.budget)
             if result.drafter_is_new:
                 self.scheduler.slots.drafter_took_over()
             if result.bucket_seconds:
                 self.drafter.record_bucket_seconds(result.bucket_seconds)
             computed = self.scheduler.emitted(plan, result)
             is_audit = bool(computed) and all(emitted.request.spec.is_audit for emitted in computed)
-            if selector is not None and not is_audit:
+            if selector is not None and timer is not None and not is_audit:
                 selector.record_step(computed, result, timer.seconds)
             for emitted in computed:
                 self.requests.outputs.append(self._commit(emitted))
@@ -124,23 +126,21 @@ class Engine:
         trace = None
         if result.tree is not None:
             trace = self.requests.tracers[request.request_id].step(result.tree, result.accepted_nodes, cut)
-        output = RequestOutput(
+        prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
+        ended = None if cut.finish_reason is None else self.requests.end(request, cut.finish_reason)
+        return RequestOutput(
             request.request_id,
             result.token_ids[: cut.num_kept],
             cut.text,
             logprobs=result.logprobs and result.logprobs[: cut.num_kept],
-            finish_reason=None,
-            stop_reason=None,
+            finish_reason=cut.finish_reason,
+            stop_reason=cut.stop_reason,
             error=None,
             usage=request.usage(),
-            prompt_logprobs=request.prompt_logprobs,
+            prompt_logprobs=prompt_logprobs,
             trace=trace,
+            times=ended and ended.times,
         )
-        request.prompt_logprobs = None
-        if cut.finish_reason is None:
-            return output
-        times = self.requests.end(request, cut.finish_reason).times
-        return output._replace(finish_reason=cut.finish_reason, stop_reason=cut.stop_reason, times=times)
 
     def _take_outputs(self) -> list[RequestOutput]:
         outputs, self.requests.outputs = self.requests.outputs, []

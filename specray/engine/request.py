@@ -8,22 +8,10 @@ from typing import NamedTuple
 
 from specray.engine.cache_nodes import CacheNode
 from specray.engine.draft_budget.acceptance import RequestAcceptance
-from specray.engine.drafter_selection.text_kind import TextKind
+from specray.engine.drafter_selection.bandit import DrafterChoice
 from specray.engine.engine_request import PROBATION_STEPS, EngineRequest
 from specray.outputs import FinishReason, RequestUsage, TokenLogprob, Undrafted
 from specray.step import UNLIMITED, RequestResult
-
-
-@dataclass(slots=True, eq=False)
-class DrafterChoice:
-    """Which of several drafters a request has, and what it generated since this was last counted."""
-
-    name: str
-    shadow: str  # the drafter that is measured beside it; empty: none
-    kind: TextKind
-    max_draft_tokens: int  # drafts of the largest tree of the drafter or its shadow
-    tokens: int = 0
-    time: float = 0.0  # duration in units of what a token usually takes
 
 
 class Status(Enum):
@@ -76,9 +64,7 @@ class Request:
     undrafted: Counter[str] = field(default_factory=Counter)  # number of undrafted steps by field of Undrafted
     accept_histogram: list[int] = field(default_factory=list)  # see RequestUsage
     verified: list[tuple[int, int]] = field(default_factory=list)  # (drafts, accepted) of each verified tree, in order
-    acceptance: RequestAcceptance = field(
-        default_factory=RequestAcceptance
-    )  # by its latest trees, for the draft budget
+    acceptance: RequestAcceptance = field(default_factory=RequestAcceptance)  # by its latest trees, for the budget
     drafter: DrafterChoice | None = None  # None: there are not several
     num_preemptions: int = 0
     num_reasoning_tokens: int = 0  # see RequestUsage
@@ -145,9 +131,8 @@ class Request:
     def count_verify(self, num_draft_tokens: int, num_accepted: int, no_drafts: str) -> None:
         """Count one verified tree. A tree without drafts counts as a step, but not in the accept histogram.
 
-        `no_drafts` is the reason if it has none, a field of Undrafted.
-
-        The step that ends the prompt is not counted: it samples the first token and verifies nothing.
+        `no_drafts` is the reason if it has none, a field of Undrafted. The step that ends the prompt is not counted: it
+        samples the first token and verifies nothing.
         """
         if self.num_output_tokens == 0:
             return

@@ -58,9 +58,9 @@ _TREE = frozenset({"num_steps", "eagle_topk", "num_draft_tokens"})
 
 
 def _eagle3(config: SpeculativeConfig, target: "TargetView") -> "Drafter":
-    from specray.spec_decode.eagle import make_eagle3
+    from specray.spec_decode.eagle import make_eagle
 
-    return make_eagle3(config, target)
+    return make_eagle(config, target, version=3)
 
 
 def _eagle_or_mtp(config: SpeculativeConfig, target: "TargetView") -> "Drafter":

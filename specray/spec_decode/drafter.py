@@ -140,6 +140,12 @@ class UnsizedTrees(NamedTuple):
     most_nodes: list[int]  # upper bound of the nodes of each tree
     wait_for_sizes: Callable[[], tuple[DraftTree, list[int]]]  # the second half of `collect`
 
+    @classmethod
+    def roots(cls, tokens: Tensor) -> "UnsizedTrees":
+        """See `DraftTree.roots`."""
+        tree, num_nodes = DraftTree.roots(tokens), [1] * len(tokens)
+        return cls(tree, num_nodes, lambda: (tree, num_nodes))
+
 
 class EarlyStep(NamedTuple):
     """A step of R requests whose outcome is on the device, but not on the host yet."""

@@ -23,13 +23,11 @@ from specray.spec_decode.tree_shape import TreeShape
 from specray.spec_decode.tree_sizes import configured_shape
 
 
-def make_eagle3(config: SpeculativeConfig, target: TargetView) -> "EagleDrafter":
-    return _make(config, target, version=3)
-
-
-def make_eagle2(config: SpeculativeConfig, target: TargetView) -> "EagleDrafter":
-    """EAGLE-1 and EAGLE-2 heads, which differ only in training."""
-    return _make(config, target, version=2)
+def make_eagle(config: SpeculativeConfig, target: TargetView, version: Literal[2, 3]) -> "EagleDrafter":
+    """EAGLE-1 heads have version 2: they differ from EAGLE-2 only in training."""
+    shape = configured_shape(config, target.architecture)
+    head = load_eagle_head(config, target_matrices(config, target), version, configured_token_map(config, target))
+    return EagleDrafter(head, shape, target)
 
 
 class EagleDrafter(HeadDrafter):
@@ -38,8 +36,7 @@ class EagleDrafter(HeadDrafter):
     def __init__(self, head: EagleHead, shape: TreeShape, target: TargetView) -> None:
         super().__init__(head, head_kv(head, shape, target), target)
         self._head = head
-        self._run_head = head.step_forward(self._kv.attention)
-        self._extends_in_kernels = head.network is not None and self._run_head == head.network.extend
+        self._network = head.extending_network(self._kv.attention)
         self._grower = TreeGrower(head, self._kv, target.device)
         self._fused = self._grower.fused
 
@@ -48,22 +45,12 @@ class EagleDrafter(HeadDrafter):
         """See DeviceDrafter: draft extend, then trees on the head's outputs at the last committed tokens."""
         read = rows.read(self._kv)
         assert read is not None
-        states = self._head.fuse(rows.aux_hidden_states())
-        if self._extends_in_kernels and self._head.network is not None:
-            inputs = (read.token_ids, states, read.positions, read.attend)
-            output = self._head.network.extend(*inputs, read.read_lens)
-        else:
-            output = self._run_head(read.token_ids, states, read.positions, read.attend)
+        inputs = read.token_ids, self._head.fuse(rows.aux_hidden_states()), read.positions, read.attend
+        output = self._network.extend(*inputs, read.read_lens) if self._network else self._head(*inputs)
         if not rows.count:
             return DraftTree.from_lists([], output.device)
         # The pair of token i + 1 and hidden state i has position i: a child of the root, at `end` + 1, counts as `end`.
         return self._grower.grow(rows, output.index_select(0, read.last[:, 0]), rows.ends)
 
     def _in_one_call(self, context: ProposeContext) -> DraftTree | None:
-        return self._fused.extend_and_grow(context, self._head.fuse) if self._extends_in_kernels else None
-
-
-def _make(config: SpeculativeConfig, target: TargetView, version: Literal[2, 3]) -> EagleDrafter:
-    shape = configured_shape(config, target.architecture)
-    head = load_eagle_head(config, target_matrices(config, target), version, configured_token_map(config, target))
-    return EagleDrafter(head, shape, target)
+        return self._fused.extend_and_grow(context, self._head.fuse) if self._network else None

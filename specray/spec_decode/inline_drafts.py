@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from specray.spec_decode.drafter import (
     UnsizedTrees,
     composite_of,
 )
-from specray.spec_decode.pending_trees import PendingTrees, TakenTrees, limited
+from specray.spec_decode.pending_trees import PendingTrees, limited
 from specray.spec_decode.propose_context import ProposeContext
 from specray.step import DraftFault, DraftLimit
 
@@ -57,11 +56,10 @@ class InlineDrafts:
         """A graph of the target drafts, or `submit`."""
 
     def collect(self, rows: TreeRows, draft_limits: Sequence[DraftLimit]) -> tuple[DraftTree, list[int]]:
-        return self._read(self._pending.take(rows.slots, rows.roots, draft_limits))
+        return self._pending.take(rows.slots, rows.roots, draft_limits).wait_for_sizes()
 
     def take_unsized(self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]) -> UnsizedTrees:
-        taken = self._pending.take(slots, roots, draft_limits)
-        return UnsizedTrees(taken.tree, taken.most_nodes, partial(self._read, taken))
+        return self._pending.take(slots, roots, draft_limits)
 
     def take_next(
         self, tree: DraftTree, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]
@@ -70,16 +68,12 @@ class InlineDrafts:
         taken, width = self.take_unsized(slots, roots, draft_limits), tree.tokens.shape[1]
         return taken._replace(most_nodes=[min(count, width) for count in taken.most_nodes])
 
-    def _read(self, taken: TakenTrees) -> tuple[DraftTree, list[int]]:
-        tree, num_nodes, is_broken = self._pending.read(taken)
-        if is_broken:
-            self._faults.append(DraftFault.NOT_A_NUMBER)
-        return tree, num_nodes
-
     def release(self, slots: Sequence[int]) -> None:
         self._pending.drop(slots)
         self.drafter.release(slots)
 
     def take_report(self) -> DraftReport:
-        faults, self._faults = self._faults, []
+        if self._pending.has_broken:
+            self._faults.append(DraftFault.NOT_A_NUMBER)
+        faults, self._faults, self._pending.has_broken = self._faults, [], False
         return DraftReport(faults, () if self._several is None else self._several.take_uses())

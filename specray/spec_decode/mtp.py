@@ -25,7 +25,7 @@ from specray.spec_decode.draft_rows import DraftRows
 from specray.spec_decode.draft_setup import attention_without_graphs, head_kv, target_matrices
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import Drafter, TargetFiles, TargetView
-from specray.spec_decode.eagle import EagleDrafter, make_eagle2
+from specray.spec_decode.eagle import EagleDrafter, make_eagle
 from specray.spec_decode.fr_spec import configured_token_map
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 from specray.spec_decode.request_table import RequestTable
@@ -55,7 +55,7 @@ def make_eagle_or_mtp(config: SpeculativeConfig, target: TargetView) -> Drafter:
     if _has_assistant(config) or holds_mtp_layers(*_place(config, target)):
         return make_mtp(config, target)
     _require_head(config, target.folder)
-    return make_eagle2(config, target)
+    return make_eagle(config, target, version=2)
 
 
 def check_mtp(config: SpeculativeConfig, target: TargetFiles) -> None:

@@ -20,7 +20,6 @@ class NoDrafts:
     def __init__(self, num_slots: int, device: torch.device) -> None:
         self._parents = torch.full((num_slots, 1), NONE, dtype=torch.int64, device=device)
         self._num_nodes = torch.ones(num_slots, dtype=torch.int64, device=device)
-        self._trees: dict[int, tuple[Tensor, Tensor]] = {}  # parents and numbers of nodes of n trees
         self.max_draft_tokens = 0
         self.aux_hidden_state_layers: tuple[int, ...] = ()
         self.reads_next_token = False
@@ -47,9 +46,7 @@ class NoDrafts:
 
     def collect(self, rows: TreeRows, draft_limits: Sequence[DraftLimit]) -> tuple[DraftTree, list[int]]:  # noqa: ARG002
         count = rows.roots.shape[0]
-        if count not in self._trees:
-            self._trees[count] = self._parents[:count], self._num_nodes[:count]
-        return DraftTree(rows.roots.view(-1, 1), *self._trees[count], 0), [1] * count
+        return DraftTree(rows.roots.view(-1, 1), self._parents[:count], self._num_nodes[:count], 0), [1] * count
 
     def release(self, slots: Sequence[int]) -> None:
         """There is no state."""

@@ -1,7 +1,7 @@
 """Draft trees that wait for the next step."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import partial
 
 import numpy as np
 import torch
@@ -11,17 +11,10 @@ from torch import Tensor
 from specray.ops.host_copy import HostCopy
 from specray.ops.step_tensors import TreesWanted, TreeTensors
 from specray.spec_decode.draft_tree import NONE, DraftTree
+from specray.spec_decode.drafter import UnsizedTrees
 from specray.spec_decode.step_ops import step_ops
 from specray.spec_decode.tree_edits import limit_depth
 from specray.step import DraftLimit
-
-
-class TakenTrees(NamedTuple):
-    """Trees of a step, whose numbers of nodes may not be on the host yet."""
-
-    tree: DraftTree  # places behind a tree's nodes are NONE
-    most_nodes: list[int]  # upper bound of the nodes of each tree
-    report: HostCopy | None  # see `TreeOps.take`; None: the trees have that many
 
 
 class PendingTrees:
@@ -35,6 +28,7 @@ class PendingTrees:
         self._max_depth = 0
         self._probs: tuple[Tensor, Tensor] | None = None  # (slots, DraftTree.draft_probs) of the last trees
         self.scores: list[list[float]] = []  # see `DraftSource.scores`
+        self.has_broken = False  # trees were read whose drafter's logits are not finite; the reader resets it
         self._ops = step_ops(device).trees()
 
     def put(self, slots: Tensor, tree: DraftTree) -> None:
@@ -55,10 +49,10 @@ class PendingTrees:
         if len(slots) and self._max_depth:
             self._parts.num_nodes[torch.as_tensor(slots, device=self._parts.num_nodes.device)] = NONE
 
-    def take(self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]) -> "TakenTrees":
-        """The trees of `DraftSource.collect`, whose arguments these are. Taking a tree removes it."""
+    def take(self, slots: Tensor, roots: Tensor, draft_limits: Sequence[DraftLimit]) -> UnsizedTrees:
+        """The trees of `DraftSource.take_unsized`, whose arguments these are. Taking a tree removes it."""
         if not self._max_depth:
-            return TakenTrees(DraftTree.roots(roots), [1] * len(roots), None)
+            return UnsizedTrees.roots(roots)
         cuts = self._parts.scores is not None and any(limit.min_score for limit in draft_limits)
         most, least = torch.from_numpy(np.array([limit.num_tokens + 1 for limit in draft_limits], np.int64)), None
         most = most.to(slots.device, non_blocking=True)
@@ -69,25 +63,25 @@ class PendingTrees:
         width = tokens.shape[1]
         tree = DraftTree(tokens, parents, num_nodes, min(self._max_depth, width - 1), self._take_probs(slots))
         bounds = [min(limit.num_tokens + 1, width) for limit in draft_limits]
-        return TakenTrees(tree, bounds, HostCopy(report))  # drafting's one copy to the host
+        to_host = HostCopy(report)  # drafting's one
+        return UnsizedTrees(tree, bounds, partial(self._read, tree, to_host))
 
-    def read(self, taken: "TakenTrees") -> tuple[DraftTree, list[int], bool]:
-        """(trees, their numbers of nodes, whether a drafter's logits were not finite); waits for the drafter."""
+    def _read(self, taken: DraftTree, report: HostCopy) -> tuple[DraftTree, list[int]]:
+        """(trees, their numbers of nodes), by the report of `TreeOps.take`; waits for the drafter."""
         self.scores = []
-        if taken.report is None:
-            return taken.tree, taken.most_nodes, False
-        found, chains, *scored = taken.report.wait().tolist()
+        found, chains, *scored = report.wait().tolist()
         counts = [int(count) for count in found]
         if scored:
             within, *by_node = scored
             scores = zip(*by_node, strict=True)
             self.scores = [list(known[1 : int(count)]) for known, count in zip(scores, within, strict=True)]
+        self.has_broken |= 0 in counts
         width = max(1, *counts)
-        tokens, parents, num_nodes, depth, probs, *_ = taken.tree
+        tokens, parents, num_nodes, depth, probs, *_ = taken
         if width < tokens.shape[1]:
             tokens, parents = tokens[:, :width], parents[:, :width]
         tree = DraftTree(tokens, parents, num_nodes, min(depth, width - 1), probs, all(chains))
-        return tree, [max(1, count) for count in counts], 0 in counts
+        return tree, [max(1, count) for count in counts]
 
     def _take_probs(self, slots: Tensor) -> Tensor | None:
         if self._probs is None:

@@ -5,7 +5,6 @@ all of them, and attends only to those that it has.
 """
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,21 +15,13 @@ from specray.spec_decode.request_state import RequestState
 from specray.spec_decode.request_table import RequestTable
 
 
-class _Request(NamedTuple):
-    """What is known of a request, so that a step need not look at each of its positions."""
-
-    state: RequestState | None = None
-    num_complete: int = 0  # all positions before it are written
-    end: int = 0  # no position from here to before `num_cleared` is
-    num_cleared: int = 0
-
-
 class WrittenSlots:
     """A record by KV slot, on the host."""
 
     def __init__(self, num_slots: int) -> None:
         self._is_written = np.zeros(num_slots, dtype=bool)
-        self._requests: dict[int, _Request] = {}  # by slot
+        # By slot: a request, and the position before which all are written, so that no step looks at each of them.
+        self._complete: dict[int, tuple[RequestState, int]] = {}
 
     def update(self, table: RequestTable, requests: Sequence[DraftRequest], starts: Sequence[int]) -> None:
         """Record positions from `starts` to `end` as written, and others from the requests' `start` on as not written.
@@ -38,16 +29,12 @@ class WrittenSlots:
         The latter hold KV of another request or of rejected nodes.
         """
         for request, start in zip(requests, starts, strict=True):
-            known, state, start = self._known(table, request), table.states[request.slot], max(start, request.start)
-            kv_slots = table.host_kv_slots[request.slot]
-            first = known.num_cleared if known.end == request.start else request.start
-            if first < state.num_kv_slots:
-                self._is_written[kv_slots[first : state.num_kv_slots]] = False
-            if start < request.end:
-                self._is_written[kv_slots[start : request.end]] = True
-            complete = min(known.num_complete, request.start)
-            complete = request.end if complete == start else complete
-            self._requests[request.slot] = _Request(state, complete, request.end, state.num_kv_slots)
+            state, kv_slots = table.states[request.slot], table.host_kv_slots[request.slot]
+            start = max(start, request.start)
+            self._is_written[kv_slots[request.start : state.num_kv_slots]] = False
+            self._is_written[kv_slots[start : request.end]] = True
+            complete = min(self._num_complete(state), request.start)
+            self._complete[request.slot] = state, request.end if complete == start else complete
 
     def read(self, context: ProposeContext) -> None:
         """Record what a drafter has written once it has read all tokens that the step of `context` committed."""
@@ -87,14 +74,14 @@ class WrittenSlots:
         return torch.from_numpy(packed).to(slots.device), is_visible.sum(1).tolist()
 
     def _is_complete(self, table: RequestTable, request: DraftRequest, first: int) -> bool:
-        known = self._known(table, request)
-        if known.num_complete >= request.end:
+        state = table.states[request.slot]
+        if self._num_complete(state) >= request.end:
             return True
         is_written = bool(self._is_written[table.host_kv_slots[request.slot, first : request.end]].all())
         if is_written and first == 0:
-            self._requests[request.slot] = known._replace(state=table.states[request.slot], num_complete=request.end)
+            self._complete[request.slot] = state, request.end
         return is_written
 
-    def _known(self, table: RequestTable, request: DraftRequest) -> _Request:
-        known = self._requests.get(request.slot)
-        return known if known is not None and known.state is table.states[request.slot] else _Request()
+    def _num_complete(self, state: RequestState) -> int:
+        known, num_complete = self._complete.get(state.slot, (None, 0))
+        return num_complete if known is state else 0

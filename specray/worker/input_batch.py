@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specray.draft_trace import VerifiedTree
 from specray.ops.attention import AttentionBatch
 from specray.ops.sampling_state import TokenMask
 from specray.ops.states import StateCopies
@@ -99,6 +100,11 @@ class StepBatch(NamedTuple):
         """Of each request, see StateCopies."""
         pairs = zip(self.rows.states, self.rows.state_copies, strict=True)
         return [{place - state.num_computed_tokens: row for place, row in places} for state, places in pairs]
+
+    def traced_tree(self, row: int) -> VerifiedTree:
+        """A row's tree on the host: one more copy, for requests that ask for it."""
+        count = self.num_nodes[row]
+        return VerifiedTree(*torch.stack((self.tree.tokens[row, :count], self.tree.parents[row, :count])).tolist())
 
     def with_sizes(self) -> "StepBatch":
         """A copy with the trees' numbers of nodes; waits for the drafter."""

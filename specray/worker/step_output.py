@@ -1,16 +1,13 @@
 """The outcome of a step for all requests."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from specray.draft_trace import VerifiedTree
 from specray.outputs import TokenLogprob
 from specray.spec_decode.verify_batch import VerifyOutput
-from specray.step import RequestResult
-from specray.worker.input_batch import StepBatch
 
 _NUM_COUNTS = 2  # columns before the tokens
 
@@ -57,15 +54,3 @@ class StepOutput(NamedTuple):
         outcome = self.host[row]
         root = 1 + len(outcome) // 2
         return outcome[root + 1 : root + outcome[0]]
-
-
-def with_traces(results: Sequence[RequestResult], batch: StepBatch, output: StepOutput) -> list[RequestResult]:
-    """The results of all rows, with the trees that were asked for. They take one more copy to the host."""
-    rows = [row for row in batch.rows.sampling if batch.rows.states[row].traces_drafts and output.num_kept(row)]
-    tree, traced = batch.tree, list(results)
-    index = torch.tensor(rows, dtype=torch.int64).to(tree.tokens.device)
-    tokens, parents = torch.stack((tree.tokens, tree.parents)).index_select(1, index).tolist()
-    for row, token_ids, nodes in zip(rows, tokens, parents, strict=True):
-        count = batch.num_nodes[row]
-        traced[row] = traced[row]._replace(tree=VerifiedTree(token_ids[:count], nodes[:count]))
-    return traced

@@ -30,7 +30,7 @@ from specray.worker.draft_context import draft_context
 from specray.worker.input_batch import ScheduledBatch, StepBatch
 from specray.worker.prompt_logprobs import compute_prompt_logprobs
 from specray.worker.step_backend import Pass, StepBackend, StepOutcome, StepWants
-from specray.worker.step_output import StepOutput, with_traces
+from specray.worker.step_output import StepOutput
 
 NO_DRAFTS = DraftLimit(0, 0)
 NOT_A_NUMBER = "the model's output for this request is NaN or infinite, so no token can be sampled"
@@ -285,11 +285,6 @@ class Worker:
             prompts = compute_prompt_logprobs(self.backend.runner.model, batch, computed.hidden)
         starts = [state.num_computed_tokens for state in rows.states]
         results = [self._commit_row(batch, output, row, prompts.get(row)) for row in range(len(rows.states))]
-        for row, scores in enumerate(self.drafts.scores):
-            if not results[row].is_deferred:
-                results[row] = results[row]._replace(draft_scores=scores)
-        if any(state.traces_drafts for state in rows.states):
-            results = with_traces(results, batch, output)
         if self._is_read(plan):
             took_part = [not result.is_deferred for result in results]
             context = draft_context(self._table, plan, outcome, took_part, self._missed, are_drafts_taken)
@@ -319,9 +314,17 @@ class Worker:
         state.has_ended = state.sampling.end_with(tokens, len(state.token_ids) - state.num_prompt_tokens)
         state.token_ids += tokens
         state.sampling.num_output_tokens = len(state.token_ids) - state.num_prompt_tokens
-        num_drafts, nodes, logprobs = batch.num_nodes[row] - 1, output.accepted_nodes(row), output.logprobs.get(row)
         return RequestResult(
-            state.slot, tokens, num_drafts, logprobs, None, nodes, prompt_logprobs, forced_nodes=forced
+            state.slot,
+            tokens,
+            batch.num_nodes[row] - 1,
+            output.logprobs.get(row),
+            None,
+            output.accepted_nodes(row),
+            prompt_logprobs,
+            batch.traced_tree(row) if state.traces_drafts and tokens else None,
+            draft_scores=self.drafts.scores[row] if self.drafts.scores else (),
+            forced_nodes=forced,
         )
 
 

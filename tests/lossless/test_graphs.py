@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from specray.engine.engine_request import EngineRequest
+from specray.ops.host_copy import HostCopy
 from specray.outputs import Completion
 from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.inline_drafts import InlineDrafts
-from specray.spec_decode.pending_trees import TakenTrees
 from specray.step import UNLIMITED, DraftLimit, StepPlan
 from specray.testing.conformance import GREEDY, PROMPTS, SAMPLED, require_equal
 from specray.worker.buckets import Bucket
@@ -109,21 +109,21 @@ def test_scores_of_trees_cut_the_same_drafts_in_graphs(
             worker = worker_of(llm)
             drafts = worker.drafts
             assert isinstance(drafts, InlineDrafts)
-            begin, read = worker.begin, drafts._read
+            begin, read = worker.begin, drafts._pending._read
 
             def begin_likely(plan: StepPlan) -> None:
                 limits = [row.draft_limit._replace(min_score=LEAST_SCORE) for row in plan.rows]
                 rows = [row._replace(draft_limit=limit) for row, limit in zip(plan.rows, limits, strict=True)]
                 begin(plan._replace(rows=rows))
 
-            def counted(taken: TakenTrees) -> tuple[DraftTree, list[int]]:
-                found = read(taken)
+            def counted(tree: DraftTree, report: HostCopy) -> tuple[DraftTree, list[int]]:
+                found = read(tree, report)
                 scores.extend(filter(None, drafts.scores))  # a request without a tree has none
                 sizes.extend(found[1])
                 return found
 
             monkeypatch.setattr(worker, "begin", begin_likely)
-            monkeypatch.setattr(drafts, "_read", counted)
+            monkeypatch.setattr(drafts._pending, "_read", counted)
             llm.generate(PROMPTS, GREEDY)
         return scores, sizes
 

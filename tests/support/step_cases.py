@@ -81,11 +81,11 @@ def compare_pending_trees(name: str, lists: list[TreeLists], data: st.DataObject
         if replaces:
             pending.put(torch.arange(SLOTS), older)
         pending.put(slots, tree)
-        taken, num_nodes, is_broken = pending.read(pending.take(slots, roots, limits))
+        taken, num_nodes = pending.take(slots, roots, limits).wait_for_sizes()
         known = pending.scores
-        again, _, _ = pending.read(pending.take(slots, roots, limits))
+        again, _ = pending.take(slots, roots, limits).wait_for_sizes()
         depths = taken.are_chains, taken.max_depth
-        return taken.to_lists(), taken.tokens, *depths, num_nodes, is_broken, known, again.to_lists()
+        return taken.to_lists(), taken.tokens, *depths, num_nodes, pending.has_broken, known, again.to_lists()
 
     expected, found = both(run, name)
     assert torch.equal(expected[1], found[1])

@@ -19,6 +19,18 @@ UNKNOWN_SHARE = 0.25  # of the running requests: a new drafter, which may be slo
 MAX_TENANTS = 1024  # the one that was not seen for the longest time is forgotten
 
 
+@dataclass(slots=True, eq=False)
+class DrafterChoice:
+    """Which of several drafters a request has, and what it generated since this was last counted."""
+
+    name: str
+    shadow: str  # the drafter that is measured beside it; empty: none
+    kind: Hashable
+    max_draft_tokens: int  # drafts of the largest tree of the drafter or its shadow
+    tokens: int = 0
+    time: float = 0.0  # duration in units of what a token usually takes
+
+
 @dataclass(slots=True)
 class Experience:
     """Tokens that requests with one drafter generated, and the time that it took; both fade."""

@@ -6,10 +6,10 @@ from random import Random
 from typing import NamedTuple
 
 from specray.config import MAX_TREE_NODES, SpeculativeConfig
-from specray.engine.drafter_selection.bandit import DrafterBandit
+from specray.engine.drafter_selection.bandit import DrafterBandit, DrafterChoice
 from specray.engine.drafter_selection.paired_gain import PairedGain
 from specray.engine.drafter_selection.text_kind import NUM_TOKENS, text_kind
-from specray.engine.request import DrafterChoice, Emitted, Request
+from specray.engine.request import Emitted, Request
 from specray.engine.stats import EngineStats
 from specray.engine.step_times import UsualTimes
 from specray.metrics import METRICS

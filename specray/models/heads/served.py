@@ -1,7 +1,7 @@
 """What serves a draft head: packed parts of its checkpoint, and the interface that drafters know."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -26,8 +26,6 @@ from specray.ops.cpu.attention import PagedAttention
 from specray.ops.cpu.trees import TreeNetwork
 from specray.ops.layer_attention import LayerAttention
 from specray.ops.quantised_weight import Weight
-
-HeadForward = Callable[[Tensor, Tensor, Tensor, Attend], Tensor]  # the type of an EagleHead's call
 
 
 class DraftHead:
@@ -79,11 +77,9 @@ class EagleHead(DraftHead, ABC):
     def __call__(self, token_ids: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Output [T, H] of the last layer, before any norm; token_ids (of the target) and positions are int64 [T]."""
 
-    def step_forward(self, attention: AttentionBackend) -> HeadForward:
-        """The fastest form of `__call__` for the steps that `attention` plans."""
-        if self.network is not None and self.extends_in_network and isinstance(attention, PagedAttention):
-            return self.network.extend
-        return self
+    def extending_network(self, attention: AttentionBackend) -> TreeNetwork | None:
+        """`network`, if its `extend` can be called in place of the head in the steps that `attention` plans."""
+        return self.network if self.extends_in_network and isinstance(attention, PagedAttention) else None
 
     def recur(self, output: Tensor) -> Tensor:
         """The states of the tokens that are drafted from `output`."""

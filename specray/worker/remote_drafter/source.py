@@ -27,7 +27,7 @@ from specray.errors import ConfigError, EngineDeadError
 from specray.ops.host_copy import HostCopy
 from specray.spec_decode.draft_tree import NONE, DraftTree
 from specray.spec_decode.drafter import DraftFaultError, DraftReport, EarlyStep, TreeRows, UnsizedTrees
-from specray.spec_decode.pending_trees import PendingTrees, TakenTrees
+from specray.spec_decode.pending_trees import PendingTrees
 from specray.spec_decode.propose_context import ProposeContext
 from specray.spec_decode.request_table import RequestTable
 from specray.step import TOLERATED_FAULTS, DrafterUse, DraftFault, DraftLimit
@@ -162,8 +162,8 @@ class RemoteDrafts:
             taken = self._on_device.take(slots, roots, draft_limits)
         else:  # a plain step, which the next one may follow early
             self._on_device.drop(slots)
-            taken = TakenTrees(DraftTree.roots(roots), [1] * len(roots), None)
-        return UnsizedTrees(taken.tree, taken.most_nodes, partial(self._read, taken, peer, in_time))
+            taken = UnsizedTrees.roots(roots)
+        return taken._replace(wait_for_sizes=partial(self._read, taken, peer, in_time))
 
     def collect(self, rows: TreeRows, draft_limits: Sequence[DraftLimit]) -> tuple[DraftTree, list[int]]:
         if (unsized := self.take_unsized(rows.slots, rows.roots, draft_limits)) is not None:
@@ -220,9 +220,9 @@ class RemoteDrafts:
             channel.close()
         return None
 
-    def _read(self, taken: TakenTrees, peer: "_Peer | None", in_time: HostCopy | None) -> tuple[DraftTree, list[int]]:
+    def _read(self, taken: UnsizedTrees, peer: "_Peer | None", in_time: HostCopy | None) -> tuple[DraftTree, list[int]]:
         """Wait for the sizes of the trees, and record it if they came late."""
-        tree, num_nodes, _ = self._on_device.read(taken)  # logits that are not finite are a fault of the reply
+        tree, num_nodes = taken.wait_for_sizes()  # logits that are not finite are a fault of the reply
         if in_time is not None and peer is not None and peer is self._peer:
             with self._recorded_faults():
                 is_late = not in_time.wait().tolist()[0]

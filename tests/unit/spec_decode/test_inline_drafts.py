@@ -125,7 +125,7 @@ def test_scores_of_narrow_trees_are_cut_after_wide_trees_without_scores() -> Non
     slots, roots = torch.tensor([1]), torch.tensor([9])
     pending.put(slots, DraftTree.chains(torch.tensor([[9, 1, 2, 3, 4, 5, 6]])))
     pending.put(slots, DraftTree.chains(torch.tensor([[9, 3, 4]]))._replace(scores=torch.tensor([[1.0, 0.5, 0.1]])))
-    tree, _, _ = pending.read(pending.take(slots, roots, [DraftLimit(9, 9, 0.3)]))
+    tree, _ = pending.take(slots, roots, [DraftLimit(9, 9, 0.3)]).wait_for_sizes()
     assert tree.to_lists() == [TreeLists([9, 3], [NONE, 0])]
 
 
@@ -198,7 +198,7 @@ def test_draft_probabilities_are_returned_with_their_trees() -> None:
     probs = torch.rand(2, 4, VOCAB_SIZE)
     tree = DraftTree(drafted.tokens, drafted.parents, drafted.num_nodes, drafted.max_depth, probs)
     pending.put(torch.tensor([3, 1]), tree)
-    taken, _, _ = pending.read(pending.take(torch.tensor([1, 2, 3]), torch.tensor([5, 5, 5]), [UNLIMITED] * 3))
+    taken, _ = pending.take(torch.tensor([1, 2, 3]), torch.tensor([5, 5, 5]), [UNLIMITED] * 3).wait_for_sizes()
     assert taken.draft_probs is not None
     assert torch.equal(taken.draft_probs, torch.stack((probs[1], torch.zeros(4, VOCAB_SIZE), probs[0])))
 
@@ -217,5 +217,5 @@ def test_chains_are_recognised_whatever_the_drafter_says(parents: list[list[int]
     tree = DraftTree.from_lists([TreeLists([5] * len(row), row) for row in parents])._replace(are_chains=True)
     pending = PendingTrees(NUM_SLOTS, VOCAB_SIZE, CPU)
     pending.put(torch.tensor([1, 2]), tree)
-    taken, _, _ = pending.read(pending.take(torch.tensor([1, 2]), torch.tensor([5, 5]), [UNLIMITED] * 2))
+    taken, _ = pending.take(torch.tensor([1, 2]), torch.tensor([5, 5]), [UNLIMITED] * 2).wait_for_sizes()
     assert taken.are_chains == are_chains

@@ -45,7 +45,7 @@ def test_the_same_trees_are_taken_as_on_the_device(seed: int, scored: bool) -> N
     rows = TreeRows(torch.tensor(wanted), torch.tensor([root for _, root in host]), host)
     for _ in range(2):  # the second time, none is left
         tree, num_nodes = received.take(rows, limits)
-        expected, counts, _ = pending.read(pending.take(rows.slots, rows.roots, limits))
+        expected, counts = pending.take(rows.slots, rows.roots, limits).wait_for_sizes()
         assert tree.to_lists() == expected.to_lists()
         assert num_nodes == counts == tree.num_nodes.tolist()
         assert tree.max_depth == tree.tokens.shape[1] - 1
