@@ -64,6 +64,7 @@ class Scheduler:
         Drafts get blocks last, so they never keep a request out of the step. None: there is nothing to do.
         """
         self._committing = []
+        self._suspects = [each for each in self._suspects if each.is_suspect and each.status is not Status.FINISHED]
         if self._suspects:
             return self._schedule_alone(self._suspects[0])
         (budget, chunk), num_preemptions = self._limit_prefill(), self.slots.num_preemptions
@@ -144,8 +145,6 @@ class Scheduler:
                 budget.record_tree(request.acceptance, num_drafts, result.accepted_nodes, result.draft_scores)
             request.count_verify(num_drafts, num_kept - 1, planned.no_drafts or emitted.no_drafts)
             request.num_computed_tokens += num_kept - 1
-            if request in self._suspects and not request.is_suspect:
-                self._suspects.remove(request)
         request.token_ids += result.token_ids[:num_kept]
         if self.waiting.num_waiting:  # an empty queue charges nobody
             self.waiting.charge(request, len(result.token_ids))
@@ -159,8 +158,6 @@ class Scheduler:
             self.waiting.remove(request)
         elif request.status is Status.RUNNING:
             self.slots.release(request)
-        if request in self._suspects:
-            self._suspects.remove(request)
         request.status = Status.FINISHED
         if not self.running and not self.waiting.num_waiting:
             self._mixed_until = 0  # the next prompt delays no other request

@@ -35,7 +35,6 @@ class RequestTable:
         buffer = make_zeros((num_slots + 1, self._row), torch.int32, device)
         self.padding_slot = num_slots
         scalars = 2 * self._width
-        floats = buffer.view(torch.float32)
         self._buffer = buffer.view(-1)
         self.buffer = RequestBuffer(self._buffer, self._row, self._width, scalars)
         self.token_ids = buffer[:, : self._width]
@@ -43,10 +42,7 @@ class RequestTable:
         self.num_tokens = buffer[:, scalars]
         self._scalars = buffer[:, scalars:]
         self.seeds = buffer.view(torch.int64)[:, scalars // 2 + 1]
-        self.top_k = buffer[:, scalars + 4]
-        self.temperature = floats[:, scalars + 5]
-        self.top_p = floats[:, scalars + 6]
-        self.min_p = floats[:, scalars + 7]
+        self.temperature = buffer.view(torch.float32)[:, scalars + 5]
         self.host_kv_slots = np.zeros((num_slots, self._width), dtype=np.int32)
         self.states: dict[int, RequestState] = {}
         self.device = device
@@ -71,10 +67,9 @@ class RequestTable:
         if block_ids:
             blocks = np.array(block_ids, dtype=np.int32)
             kv_slots = (blocks[:, None] * self.page_size + np.arange(self.page_size, dtype=np.int32)).ravel()
-            kv_slots = kv_slots[
-                : self._width - state.num_kv_slots
-            ]  # the last page may extend beyond the longest request
-            start, state.num_kv_slots = state.num_kv_slots, state.num_kv_slots + len(kv_slots)
+            start = state.num_kv_slots
+            kv_slots = kv_slots[: self._width - start]  # the last page may extend beyond the longest request
+            state.num_kv_slots += len(kv_slots)
             self.host_kv_slots[slot, start : state.num_kv_slots] = kv_slots
             self._change(slot, self._width + start, cast("list[int]", kv_slots.tolist()))
             state.block_ids += block_ids

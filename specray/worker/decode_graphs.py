@@ -17,10 +17,11 @@ from specray.spec_decode.draft_tree import DraftTree
 from specray.spec_decode.drafter import DeviceDrafter, DraftSource, EarlyStep
 from specray.spec_decode.node_sampler import NodeSampler
 from specray.spec_decode.pending_trees import limited
+from specray.spec_decode.propose_context import DraftRequest
 from specray.spec_decode.request_table import RequestTable
 from specray.step import BucketSeconds, DraftLimit
 from specray.worker.buckets import Bucket, buckets, draft_buckets, node_buckets, smallest_bucket
-from specray.worker.draft_context import early_requests
+from specray.worker.draft_context import useful_limit
 from specray.worker.input_batch import StepBatch
 from specray.worker.model_runner import ForwardOutput, ModelRunner
 from specray.worker.padded_step import CopiedOutcome, PaddedStep
@@ -139,7 +140,9 @@ class DecodeGraphs:
             width = next(size for size in node_buckets(self._max_nodes) if size >= max(batch.num_nodes))
             outcome = self._step.device_outcome(count, width)
             gather = partial(self._step.kept_states, count, width) if self._drafts.aux_hidden_state_layers else None
-            return self._drafts.draft_early(EarlyStep(early_requests(batch.rows.states, draft_limits), outcome, gather))
+            pairs = zip(batch.rows.states, draft_limits, strict=True)
+            requests = [DraftRequest(state.slot, 0, 0, useful_limit(limit)) for state, limit in pairs]
+            return self._drafts.draft_early(EarlyStep(requests, outcome, gather))
         if not self.were_drafts_taken or (bucket := self._draft_bucket(batch, draft_limits)) is None:
             return None
         return limited(self._drafted(batch, bucket), draft_limits)

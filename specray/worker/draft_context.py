@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
-from specray.spec_decode.request_state import RequestState
 from specray.spec_decode.request_table import RequestTable
 from specray.step import DraftLimit, StepPlan
 from specray.worker.step_backend import StepOutcome
@@ -33,7 +32,7 @@ def draft_context(
     for row, (state, root) in enumerate(zip(rows.states, computed.roots, strict=True)):
         if not output.num_kept(row) or not took_part[row]:
             continue
-        limit = _useful(plan.rows[row].draft_limit)
+        limit = useful_limit(plan.rows[row].draft_limit)
         num_before, end = rows.num_known[row] - 1, state.num_computed_tokens
         # A graph drafts for all rows or none.
         gets_drafts = row in sampling and limit.num_steps > 0 and (replay is not None or not state.has_ended)
@@ -58,11 +57,6 @@ def draft_context(
     )
 
 
-def early_requests(states: Sequence[RequestState], limits: Sequence[DraftLimit]) -> list[DraftRequest]:
-    """The requests of an EarlyStep."""
-    return [DraftRequest(state.slot, 0, 0, _useful(limit)) for state, limit in zip(states, limits, strict=True)]
-
-
-def _useful(limit: DraftLimit) -> DraftLimit:
+def useful_limit(limit: DraftLimit) -> DraftLimit:
     """The limit without levels that no tree has: one of n nodes has n at most."""
     return DraftLimit(limit.num_tokens, min(limit.num_tokens, limit.num_steps))

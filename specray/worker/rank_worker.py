@@ -4,12 +4,9 @@ They have rank 0's plans and outcomes of verification, and its trees where their
 diverge.
 """
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-
 import torch
 
-from specray.step import RequestResult, StepPlan, StepResult
+from specray.step import StepPlan, StepResult
 from specray.step_wire import pack, unpack_plan
 from specray.worker.broadcast import share_sizes
 from specray.worker.worker import StartedStep, Worker
@@ -46,11 +43,9 @@ class RankWorker(Worker):
                 self._finish()
                 self.propose()
 
-    def _begin(
-        self, plan: StepPlan, slots: Sequence[int] = (), deferred: Mapping[int, RequestResult] = MappingProxyType({})
-    ) -> None:
+    def _begin(self, plan: StepPlan) -> None:
         self._tell(_BEGIN, plan)
-        super()._begin(plan, slots, deferred)
+        super()._begin(plan)
 
     def _begin_early(self, plan: StepPlan) -> None:
         self._tell(_BEGIN_EARLY, plan)

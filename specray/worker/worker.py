@@ -44,8 +44,8 @@ class StartedStep(NamedTuple):
     prepare_seconds: float
     start: float  # time of `time.perf_counter` when the pass was about to start
     draft_seconds: float
-    slots: Sequence[int] = ()  # slots of all rows of the plan, on rank 0
     deferred: Mapping[int, RequestResult] = MappingProxyType({})  # results of requests that do not run, by slot
+    slots: Sequence[int] = ()  # of all requests, in order, if some do not run
     is_early: bool = False  # it began before the step before it was finished
     are_drafts_taken: bool = False  # by the next step, which began early
 
@@ -121,7 +121,7 @@ class Worker:
             return False
         cuts = any(row.draft_limit.min_score for row in plan.rows)  # the host cuts trees by scores
         has_drafts = started.drafts is not None and not cuts
-        is_plain = self._drafts_nothing(before, plan) and started.batch.tree.max_depth == 0
+        is_plain = started.batch.tree.max_depth == 0 and not (self._has_drafts(before) or self._has_drafts(plan))
         allows_it = (has_drafts or is_plain) and started.batch.rows.are_all_sampling
         return allows_it and self.backend.can_begin_after(started)
 
@@ -135,7 +135,10 @@ class Worker:
                 self._begin_early(plan)
                 return
             ready, deferred = self._without_deferred(plan)
-            self._begin(ready, [row.slot for row in plan.rows], deferred)
+            self._begin(ready)
+            if deferred:
+                slots = [row.slot for row in plan.rows]
+                self._started[-1] = self._started[-1]._replace(slots=slots, deferred=deferred)
 
     def has_result(self) -> bool:
         """Whether `finish` would return at once."""
@@ -172,10 +175,8 @@ class Worker:
             plan = plan._replace(rows=[row for row in plan.rows if row.slot not in deferred])
         return plan, deferred
 
-    def _begin(
-        self, plan: StepPlan, slots: Sequence[int] = (), deferred: Mapping[int, RequestResult] = MappingProxyType({})
-    ) -> None:
-        """Start the step on this rank: collect the drafts and start the forward pass. See StartedStep."""
+    def _begin(self, plan: StepPlan) -> None:
+        """Start the step on this rank: collect the drafts and start the forward pass."""
         start = time.perf_counter()
         rows = ScheduledBatch.of(self._table, plan)
         if (states := self.backend.runner.states) is not None:
@@ -187,7 +188,7 @@ class Worker:
         draft_seconds = 0.0 if batch is None else self.drafts.seconds
         prepared = time.perf_counter()
         started = None if batch is None else self.backend.begin(batch, self._wants(plan, rows))
-        self._started.append(StartedStep(plan, started, prepared - start, prepared, draft_seconds, slots, deferred))
+        self._started.append(StartedStep(plan, started, prepared - start, prepared, draft_seconds))
 
     def _begin_early(self, plan: StepPlan) -> None:
         """Start a step over the tokens that the pass before it chooses; see `can_begin`."""
@@ -205,11 +206,10 @@ class Worker:
         started = self.backend.begin_after(before, drafted, self._draft_limits(plan))
         self._started.append(StartedStep(plan, started, 0.0, start, 0.0, is_early=True))
 
-    def _drafts_nothing(self, *plans: StepPlan) -> bool:
-        """Whether these steps neither verify drafts nor make any."""
-        return not self.drafts.reads_context or not any(
-            plan.runs_drafter or any(row.draft_limit.num_tokens for row in plan.rows) for plan in plans
-        )
+    def _has_drafts(self, plan: StepPlan) -> bool:
+        """Whether a step may verify drafts or make some."""
+        limits_allow = plan.runs_drafter or any(row.draft_limit.num_tokens for row in plan.rows)
+        return limits_allow and self.drafts.reads_context
 
     def _wants(self, plan: StepPlan, rows: ScheduledBatch) -> StepWants:
         layers = self.drafts.aux_hidden_state_layers if self._is_read(plan) else ()
