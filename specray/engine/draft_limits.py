@@ -26,8 +26,7 @@ class DraftLimits:
 
         `work` are the requests, each with its number of known tokens to compute.
         """
-        samples = [num_tokens == request.num_pending_tokens for request, num_tokens in work]
-        sampling = [item for item, does in zip(work, samples, strict=True) if does]
+        sampling = [(request, count) for request, count in work if count == request.num_pending_tokens]
         weights = draft_weights([(request.spec.tenant, request.spec.priority) for request, _ in sampling])
         requests = [
             Drafting(
@@ -49,10 +48,11 @@ class DraftLimits:
         if not runs_drafter:
             for request, num_tokens in work:
                 request.acceptance.num_missed_tokens += num_tokens
-        shares = zip(chosen.num_drafts, chosen.min_scores or [0.0] * len(requests), strict=True)
+        shares = zip(sampling, chosen.num_drafts, chosen.min_scores or [0.0] * len(requests), strict=True)
+        chosen_of = {request: (num_drafts, min_score) for (request, _), num_drafts, min_score in shares}
         limits = []
-        for (request, _), does in zip(work, samples, strict=True):
-            num_drafts, min_score = next(shares) if does else (0, 0.0)
+        for request, _ in work:
+            num_drafts, min_score = chosen_of.get(request, (0, 0.0))
             limits.append(DraftLimit(num_drafts, request.spec.draft_limit.num_steps, min_score))
         return limits, runs_drafter
 

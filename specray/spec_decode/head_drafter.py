@@ -35,7 +35,17 @@ class HeadDrafter(ABC):
 
     def propose(self, context: ProposeContext) -> DraftTree:
         with self._inference:
-            return self._propose(context)
+            self._written.read(context)
+            requests = context.requests + context.unfinished
+            if not requests:
+                return DraftTree.from_lists([], context.table.device)
+            if self._written.are_all(context.table, requests):
+                if context.replay is not None:
+                    return context.replay()
+                if (tree := self._in_one_call(context)) is not None:
+                    return tree
+            visible = self._written.visible(context.table, context.bounds[0], requests)
+            return self.draft(ScheduledRows(context, context.requests, [Reads(requests, context.bounds, *visible)]))
 
     @abstractmethod
     def draft(self, rows: DraftRows) -> DraftTree:
@@ -50,16 +60,3 @@ class HeadDrafter(ABC):
     def _in_one_call(self, context: ProposeContext) -> DraftTree | None:  # noqa: ARG002
         """The trees by one call of the CPU kernels, if all KV is written; None if these cannot make them."""
         return None
-
-    def _propose(self, context: ProposeContext) -> DraftTree:
-        self._written.read(context)
-        requests = context.requests + context.unfinished
-        if not requests:
-            return DraftTree.from_lists([], context.table.device)
-        if self._written.are_all(context.table, requests):
-            if context.replay is not None:
-                return context.replay()
-            if (tree := self._in_one_call(context)) is not None:
-                return tree
-        visible = self._written.visible(context.table, context.bounds[0], requests)
-        return self.draft(ScheduledRows(context, context.requests, [Reads(requests, context.bounds, *visible)]))

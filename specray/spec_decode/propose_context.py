@@ -48,11 +48,9 @@ class ProposeContext:
     # `DeviceDrafter.draft` for `requests` as a CUDA graph, which is faster. It reads the tokens that the step committed
     # and nothing else. None: it was not captured, or some request is unfinished or committed tokens of its prompt.
     replay: Callable[[], DraftTree] | None = None
-
     # The trees of `replay` were taken on the device by the next step, which has begun. Drafters only record what they
     # have read.
     are_drafts_taken: bool = False
-
     known_bounds: Tensor | None = None  # `bounds`, if they are on the device already
 
     @property
@@ -89,8 +87,7 @@ class ProposeContext:
     @cached_property
     def bounds(self) -> Tensor:
         """`bounds_of` of `requests` and then `unfinished`."""
-        known = self.known_bounds
-        return self.bounds_of(self.requests + self.unfinished) if known is None else known
+        return self.bounds_of(self.requests + self.unfinished) if self.known_bounds is None else self.known_bounds
 
     def roots(self) -> Tensor:
         """The last known tokens of `requests`, int64 [B]."""

@@ -98,7 +98,7 @@ class DecodeGraphs:
 
     def bucket(self, batch: StepBatch) -> Bucket | None:
         """The smallest bucket for a step; None: no graph."""
-        if not batch.only_decodes:
+        if not batch.rows.only_decode:
             return None
         self.fit_drafter()
         return smallest_bucket(self._buckets, len(batch.num_nodes), max(batch.num_nodes), sum(batch.num_nodes))

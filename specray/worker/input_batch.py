@@ -71,6 +71,11 @@ class ScheduledBatch(NamedTuple):
         return len(self.sampling) == len(self.states)
 
     @property
+    def only_decode(self) -> bool:
+        """Whether every row's only known token is the root of its tree, and samples."""
+        return self.are_all_sampling and max(self.num_known) == 1
+
+    @property
     def has_grammar(self) -> bool:
         return any(state.sampling.options.grammar is not None for state in self.states)
 
@@ -84,11 +89,6 @@ class StepBatch(NamedTuple):
     mask: TokenMask | None = None  # mask of the logits of the rows that sample; None: no request has a grammar
     # None where `num_nodes` are the sizes; else they are upper bounds, and it returns the trees with their sizes
     wait_for_sizes: Callable[[], tuple[DraftTree, list[int]]] | None = None
-
-    @property
-    def only_decodes(self) -> bool:
-        """Whether every row's only known token is the root of its tree, and samples."""
-        return self.rows.are_all_sampling and max(self.rows.num_known) == 1
 
     @property
     def roots(self) -> list[int]:

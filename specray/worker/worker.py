@@ -148,8 +148,7 @@ class Worker:
     def finish(self) -> StepResult:
         """The result of the oldest step that was started: its trees are verified, and the accepted paths are kept."""
         with self._inference:
-            result, buckets, self.bucket_seconds = self._finish(), self.bucket_seconds, []
-            return result._replace(bucket_seconds=buckets) if buckets else result
+            return self._finish()
 
     def propose(self) -> None:
         """Draft for the next step; called after `finish`."""
@@ -187,7 +186,9 @@ class Worker:
         batch = self._collect(plan, rows) if rows.states else None
         draft_seconds = 0.0 if batch is None else self.drafts.seconds
         prepared = time.perf_counter()
-        started = None if batch is None else self.backend.begin(batch, self._wants(plan, rows))
+        layers = self.drafts.aux_hidden_state_layers if self._is_read(plan) else ()
+        wants = StepWants(layers, rows.has_grammar, self._draft_limits(plan))
+        started = None if batch is None else self.backend.begin(batch, wants)
         self._started.append(StartedStep(plan, started, prepared - start, prepared, draft_seconds))
 
     def _begin_early(self, plan: StepPlan) -> None:
@@ -210,10 +211,6 @@ class Worker:
         """Whether a step may verify drafts or make some."""
         limits_allow = plan.runs_drafter or any(row.draft_limit.num_tokens for row in plan.rows)
         return limits_allow and self.drafts.reads_context
-
-    def _wants(self, plan: StepPlan, rows: ScheduledBatch) -> StepWants:
-        layers = self.drafts.aux_hidden_state_layers if self._is_read(plan) else ()
-        return StepWants(layers, rows.has_grammar, self._draft_limits(plan))
 
     def _is_read(self, plan: StepPlan) -> bool:
         """Whether the drafter reads what this step commits."""
@@ -244,8 +241,7 @@ class Worker:
         """Whether it is known without the drafter how many nodes the trees of decoding rows have."""
         if not self.backend.knows_tree_sizes or self._group.size > 1 or self.grammars.slots:
             return False
-        are_decoding = rows.are_all_sampling and max(rows.num_known) == 1
-        return are_decoding and not any(limit.min_score for limit in limits)
+        return rows.only_decode and not any(limit.min_score for limit in limits)
 
     def _finish(self) -> StepResult:
         """End the oldest step on this rank: verify and commit, and prepare the next drafts' input."""
@@ -273,8 +269,8 @@ class Worker:
             ready = iter(results)
             results = [deferred.get(slot) or next(ready) for slot in step.slots]
         times = times._replace(verify=time.perf_counter() - waited)
-        is_absent = self.drafts.max_draft_tokens == 0
-        return StepResult(plan.step_id, results, times, *self.drafts.take_report(), is_absent)
+        is_absent, buckets, self.bucket_seconds = self.drafts.max_draft_tokens == 0, self.bucket_seconds, []
+        return StepResult(plan.step_id, results, times, *self.drafts.take_report(), is_absent, buckets)
 
     def _commit(self, plan: StepPlan, outcome: StepOutcome, are_drafts_taken: bool) -> list[RequestResult]:
         """Keep the accepted paths in the host's copy, and what the drafter reads of the step."""

@@ -15,12 +15,11 @@ from specray.engine.draft_budget.acceptance import (
     best_cut,
     factor_together,
 )
-from specray.engine.draft_budget.budget import DRAFTER_OFF_AFTER, DRAFTING_MARGIN, Drafting, Shares
+from specray.engine.draft_budget.budget import DRAFTER_OFF_AFTER, DRAFTING_MARGIN, DraftBudget, Drafting, Shares
 from specray.engine.draft_budget.by_place import Floats, NodeAcceptance, allocate
 from specray.engine.draft_budget.costs import StepCosts, StepShape
 from specray.engine.draft_budget.static import shares_by_weight
 from specray.engine.draft_budget.trials import TRIAL_STEPS, Trial, Trials
-from specray.step import BucketSeconds
 
 MOST_STEP_DRAFTS = 1024  # without a configured limit
 STEPS_PER_SAVE, FIRST_SAVES = 1024, (64, 256)  # of the costs, in steps that were timed
@@ -56,10 +55,8 @@ class Disuse:
         return self.limit > FORGET_AFTER
 
 
-class AutoBudget:
+class AutoBudget(DraftBudget):
     """DraftBudget that learns while it serves. `keep` is called with the costs from time to time."""
-
-    learns = True
 
     def __init__(
         self,
@@ -179,9 +176,6 @@ class AutoBudget:
         self._num_timed += 1
         if self._num_timed % STEPS_PER_SAVE == 0 or self._num_timed in FIRST_SAVES:
             self._keep(self._costs)
-
-    def record_bucket_seconds(self, buckets: Sequence[BucketSeconds]) -> None:
-        """It learns costs by itself."""
 
     def _best(self, requests: Sequence[Drafting]) -> tuple[list[int], list[float]]:
         """(drafts, least scores) of each request: by scores where those of its drafter are known, by place otherwise.

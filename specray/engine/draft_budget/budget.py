@@ -1,7 +1,8 @@
 """The interface of draft budgets."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from specray.engine.draft_budget.acceptance import RequestAcceptance
 from specray.engine.draft_budget.costs import StepShape
@@ -31,18 +32,19 @@ class Shares(NamedTuple):
     min_scores: list[float] | None = None  # each request's, see DraftLimit; None: scores do not matter
 
 
-class DraftBudget(Protocol):
-    """Chooses the drafts of every step, and learns from the steps. A new drafter gets a new budget."""
+class DraftBudget(ABC):
+    """Chooses the drafts of every step, and may learn from the steps. A new drafter gets a new budget."""
 
-    learns: bool  # whether `record_tree` and `record_step` are called
+    learns = True  # whether `record_tree` and `record_step` are called
 
+    @abstractmethod
     def shares(self, requests: Sequence[Drafting], num_reading: int = 0) -> Shares:
         """Draft tokens for each of the requests that sample in the next step, oldest first.
 
         `num_reading` more requests compute a part of their prompts that is not the last one.
         """
 
-    def record_tree(
+    def record_tree(  # noqa: B027
         self, request: RequestAcceptance, num_drafts: int, accepted_nodes: Sequence[int], scores: Sequence[float] = ()
     ) -> None:
         """Learn from one verified tree; its nodes are counted from 1, because the root is 0.
@@ -50,12 +52,14 @@ class DraftBudget(Protocol):
         `scores` are those of all its drafts, of which the first `num_drafts` were verified; empty if not known.
         """
 
-    def record_step(self, shape: StepShape, target_seconds: float, rest_seconds: float | None) -> None:
+    def record_step(  # noqa: B027
+        self, shape: StepShape, target_seconds: float, rest_seconds: float | None
+    ) -> None:
         """Learn from a step of which each request computed one known token and its drafts.
 
         `target_seconds` are those of forward and verification, `rest_seconds` all others since the step before; None
         if the drafter was called but allowed no drafts, because such steps do not last.
         """
 
-    def record_bucket_seconds(self, buckets: Sequence[BucketSeconds]) -> None:
+    def record_bucket_seconds(self, buckets: Sequence[BucketSeconds]) -> None:  # noqa: B027
         """Learn what steps in CUDA graphs take."""

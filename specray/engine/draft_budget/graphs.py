@@ -10,7 +10,7 @@ from itertools import accumulate
 from math import exp
 
 from specray.engine.draft_budget.acceptance import NUM_FIRST_TREES, RequestAcceptance
-from specray.engine.draft_budget.budget import DRAFTER_OFF_AFTER, DRAFTING_MARGIN, Drafting, Shares
+from specray.engine.draft_budget.budget import DRAFTER_OFF_AFTER, DRAFTING_MARGIN, DraftBudget, Drafting, Shares
 from specray.engine.draft_budget.by_place import NodeAcceptance
 from specray.engine.draft_budget.costs import CLIP, PACE_MEMORY, Curve, StepShape
 from specray.engine.draft_budget.static import PlainSteps, shares_by_weight
@@ -63,10 +63,8 @@ class BucketCosts:
         return self._curves[rows], nodes, max(1.0, num_requests / rows)
 
 
-class GraphBudget:
+class GraphBudget(DraftBudget):
     """DraftBudget by BucketCosts; until they are known, trees are whole. `plain_share` of the steps have no drafts."""
-
-    learns = True
 
     def __init__(self, max_step_draft_tokens: int | None, plain_share: float = 0.0) -> None:
         self._most = max_step_draft_tokens

@@ -2,10 +2,7 @@
 
 from collections.abc import Sequence
 
-from specray.engine.draft_budget.acceptance import RequestAcceptance
-from specray.engine.draft_budget.budget import Drafting, Shares
-from specray.engine.draft_budget.costs import StepShape
-from specray.step import BucketSeconds
+from specray.engine.draft_budget.budget import DraftBudget, Drafting, Shares
 
 PLAIN_STEPS = 4  # without drafts in a row; the time of the first one depends on the drafts of the one before
 
@@ -27,7 +24,7 @@ class PlainSteps:
         return is_plain
 
 
-class StaticBudget:
+class StaticBudget(DraftBudget):
     """Equal shares of `max_step_draft_tokens`; None sets no limit. `plain_share` of the steps have no drafts."""
 
     learns = False
@@ -42,17 +39,6 @@ class StaticBudget:
             return Shares([0] * len(requests))
         weights = [request.weight for request in requests]
         return Shares(wanted if self._most is None else shares_by_weight(wanted, weights, self._most))
-
-    def record_tree(
-        self, request: RequestAcceptance, num_drafts: int, accepted_nodes: Sequence[int], scores: Sequence[float] = ()
-    ) -> None:
-        """Nothing depends on it."""
-
-    def record_step(self, shape: StepShape, target_seconds: float, rest_seconds: float | None) -> None:
-        """Nothing depends on it."""
-
-    def record_bucket_seconds(self, buckets: Sequence[BucketSeconds]) -> None:
-        """Nothing depends on it."""
 
 
 def shares_by_weight(wanted: Sequence[int], weights: Sequence[float], most: int) -> list[int]:

@@ -22,7 +22,7 @@ def graphs_of(max_rows: int, max_nodes: int) -> DecodeGraphs:
 
 
 def step_of(num_nodes: list[int]) -> Any:
-    return SimpleNamespace(only_decodes=True, num_nodes=num_nodes)
+    return SimpleNamespace(rows=SimpleNamespace(only_decode=True), num_nodes=num_nodes)
 
 
 @pytest.mark.parametrize(
