@@ -53,7 +53,7 @@ class DraftActor:
         target = self._target.result()
         from specray.layers.parallel import RankGroup
         from specray.ops.device_ops import ops_on
-        from specray.worker.out_of_memory import enough_memory
+        from specray.worker.memory import enough_memory
         from specray.worker.remote_drafter.server import make_draft_server
 
         if self._config.num_threads is not None:

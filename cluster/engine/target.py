@@ -72,7 +72,7 @@ class TargetActor:
         It waits for the engine's drafter first, so that one that does not fit is an error at the engine's start. It
         connects once all ranks have captured their graphs and compiled their kernels.
         """
-        from specray.worker.out_of_memory import STEPPING, enough_memory
+        from specray.worker.memory import STEPPING, enough_memory
         from specray.worker.rank_worker import RankWorker
         from specray.worker.remote_drafter.source import RemoteDrafts
         from specray.worker.served_loop import ServedLoop
@@ -98,8 +98,7 @@ class TargetActor:
         import torch
 
         from specray.worker.loading import choose_device
-        from specray.worker.memory import await_freed_memory
-        from specray.worker.out_of_memory import STARTING, enough_memory
+        from specray.worker.memory import STARTING, await_freed_memory, enough_memory
         from specray.worker.startup import start_worker
 
         if init_method is not None:

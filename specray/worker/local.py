@@ -7,7 +7,7 @@ from specray.errors import ConfigError, EngineDeadError
 from specray.grammar import GrammarSpec
 from specray.models.target_model import TargetModel
 from specray.spec_decode.drafter import Drafter
-from specray.worker.out_of_memory import STARTING, STEPPING, enough_memory
+from specray.worker.memory import STARTING, STEPPING, enough_memory
 from specray.worker.startup import start_worker
 from specray.worker.step_loop import StepLoop
 from specray.worker.warm_up import warm_up

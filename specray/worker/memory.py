@@ -1,24 +1,39 @@
-"""How much of a device's memory is used, and which options to lower where it is not enough.
+"""How much of a device's memory is used, and the error that says which options to lower where it is not enough.
 
 The advice has SGLang's order and values: a smaller draft tree, a smaller pool, graphs of fewer requests, fewer
 requests, quantization of the target or of the draft model alone, 16-bit weights, FR-Spec. It names only options that
 this configuration can still lower.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 
 import torch
 
 from specray.config import EngineConfig, SpeculativeConfig
+from specray.errors import ConfigError, EngineDeadError
 from specray.spec_decode import method_of
 
+STARTING = "loading the model and making its KV pool"
+STEPPING = "computing a step"
 _SMALL_TREE = (3, 1, 4)  # num_steps, eagle_topk, num_draft_tokens
 _FEW_REQUESTS = 4
 _SHORT_CHUNK = 128
 _QUIET_S = 5.0  # without newly freed memory, after which the rest belongs to running processes
 _POLL_S = 0.1
 _HIGH_FRACTION, _LOW_FRACTION = 0.5, 0.1
+
+
+@contextlib.contextmanager
+def enough_memory(config: EngineConfig, while_: str, error: type[ConfigError | EngineDeadError]) -> Iterator[None]:
+    """Raise `error` with the options to lower instead of an out-of-memory error."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as failure:
+        if not _is_out_of_memory(failure):
+            raise
+        raise error(f"out of memory while {while_}: {failure}; {advice(config)}") from failure
 
 
 def advice(config: EngineConfig) -> str:
@@ -75,6 +90,12 @@ def weight_options(config: EngineConfig) -> Iterator[str]:
         # An EAGLE-3 head has a small vocabulary of its own.
         if "token_map" in options and now.algorithm != "EAGLE3" and now.token_map is None:
             yield f"set {place}.token_map, so that the drafter has the output rows of frequent tokens only (FR-Spec)"
+
+
+def _is_out_of_memory(failure: BaseException) -> bool:
+    """Whether memory ran out; torch's CPU allocator raises a plain RuntimeError."""
+    is_named = isinstance(failure, MemoryError | torch.OutOfMemoryError)
+    return is_named or "not enough memory" in str(failure) or "can't allocate memory" in str(failure)
 
 
 def _drafters(config: EngineConfig) -> Iterator[tuple[str, SpeculativeConfig]]:

@@ -68,9 +68,8 @@ class DeviceRows(NamedTuple):
         """Without a read by the host."""
         count, width = rows.parents.shape
         request, node = (torch.arange(size, device=rows.slots.device) for size in (count, width))
-        parents, here = rows.parents, request[:, None] * width + node
-        if rows.places is not None:
-            here = rows.places[0]
+        parents, number = rows.parents, request[:, None] * width + node
+        here = number if rows.places is None else rows.places[0]
         firsts = here[:, 0].contiguous()
         is_known = node < rows.num_known[:, None]
         copies = rows.copies.where(is_known, -1)
@@ -85,7 +84,7 @@ class DeviceRows(NamedTuple):
         else:  # row 0, then of each draft the rows behind it on its path
             is_step = rows.sees & ((node > 0) | (node[:, None] == 0))
             if rows.places is not None:  # where there is no row, a place is that of another one
-                places, number = rows.places[1].index_select(0, here.flatten()), request[:, None] * width + node
+                places = rows.places[1].index_select(0, here.flatten())
                 is_step = is_step & (places.view_as(number) == number)[:, :, None]
             restarts = ((parents <= 0) & (node > 0)).long()
             shape = is_step.shape

@@ -11,8 +11,7 @@ import torch
 from specray.config import EngineConfig, SpeculativeConfig
 from specray.errors import ConfigError, EngineDeadError
 from specray.llm import LLM
-from specray.worker.memory import advice, await_freed_memory, options_to_lower
-from specray.worker.out_of_memory import enough_memory
+from specray.worker.memory import advice, await_freed_memory, enough_memory, options_to_lower
 from tests.support.engine import make_llm
 
 LARGE_TREE = {
