@@ -21,7 +21,7 @@ from tests.support.methods import METHODS
 ROOT = Path(__file__).parents[2]
 PRODUCT = (f"{ROOT}/specray/", f"{ROOT}/cluster/")
 APART = tuple(f"{ROOT}/specray/{name}/" for name in ("layers", "models", "ops"))
-LIMITS = {None: 1896, "EAGLE3": 2710}  # lines of a plain step, and of one with drafts
+LIMITS = {None: 1884, "EAGLE3": 2672}  # lines of a plain step, and of one with drafts
 NUM_STEPS = 24  # some of them start a block, which caches the one before
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="needs the CPU kernels")
