@@ -101,7 +101,9 @@ def main(spec: dict[str, Any]) -> None:
     import ray
     from ray.cluster_utils import Cluster
 
-    head = spec["head"] | {"object_store_memory": STORE_BYTES, "include_dashboard": False}
+    # Nobody reads the workers' logs here; a process of Ray would collect them. Other nodes have neither anyway.
+    without = {"include_dashboard": False, "include_log_monitor": False}
+    head = spec["head"] | {"object_store_memory": STORE_BYTES, **without}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
         print("address", cluster.address, flush=True)
