@@ -19,7 +19,12 @@ GRAMMAR_LIMIT_EXCEEDED = (
     "the request's grammar needs more work for one token than a step may do; simplify it (fewer alternatives that "
     "begin alike, less recursion, smaller bounds of repetitions)"
 )
-REQUEST_ERRORS = (NO_TOKEN_ALLOWED, GRAMMAR_LIMIT_EXCEEDED)  # of a running request, caused by its grammar
+NO_TOKEN_LEFT = (
+    "no token is left to sample: allowed_token_ids, bad_words, min_tokens and the grammar of this request (from "
+    "response_format or tools, for example) together forbid all; leave one of them out"
+)
+# Errors of a running request that its own options cause, and the option to blame; None: several.
+REQUEST_ERRORS = {NO_TOKEN_ALLOWED: "grammar", GRAMMAR_LIMIT_EXCEEDED: "grammar", NO_TOKEN_LEFT: None}
 
 
 class GrammarSpec(NamedTuple):

@@ -214,7 +214,7 @@ class LLM:
                         waiting.clear()
                         self.engine.requests.abort(choices)
         if failed is not None and failed.error in REQUEST_ERRORS:
-            raise InvalidRequestError(f"{failed.request_id}: {failed.error}", "grammar")
+            raise InvalidRequestError(f"{failed.request_id}: {failed.error}", REQUEST_ERRORS[failed.error])
         if failed is not None:
             raise EngineDeadError(f"{failed.request_id}: {failed.error}")
 

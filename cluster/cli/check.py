@@ -4,6 +4,7 @@
 `cluster.config`, `specray.config` and Ray's schema.
 """
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +65,16 @@ def check_keys(app: AppConfig) -> None:
 
 
 def check_paths(app: AppConfig) -> None:
-    """ConfigError if a model is named by a path at which nothing is."""
+    """ConfigError if a model is named by a path at which nothing is, or the log's folder by one that cannot be one."""
     for option, model in (("model", app.model), ("speculative.draft_model_path", app.speculative.draft_model_path)):
         if model is not None and looks_local(model) and not is_here(model):
             resolve_model(model, None, "auto", progress=False, option=option)
+    if app.server.request_log is not None:
+        log = Path(app.server.request_log)
+        nearest = next(path for path in (log, *log.parents) if path.exists())  # the rest is made at the start
+        if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+            reason = "cannot be written" if nearest.is_dir() else "is not a folder"
+            raise ConfigError(f"server.request_log={log}: {nearest} {reason}; name another folder")
 
 
 def find_files(app: AppConfig) -> None:

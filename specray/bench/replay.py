@@ -9,8 +9,7 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain, islice
-from pathlib import Path
+from itertools import islice
 from statistics import geometric_mean
 from typing import Any
 
@@ -24,7 +23,7 @@ from specray.bench.teacher_forcing import Replayed, Replayer, unusable
 from specray.bench.variants import PLAIN, parse_method
 from specray.config import EngineConfig, SpeculativeConfig, with_values
 from specray.engine.draft_budget.costs import StepCosts, StepShape
-from specray.engine.request_log import LoggedRequest, read_log
+from specray.engine.request_log import LoggedRequest, read_logs
 from specray.errors import ConfigError
 from specray.llm import LLM
 from specray.outputs import acceptance_per_depth
@@ -51,7 +50,9 @@ def run_and_report(options: Namespace, config: EngineConfig) -> None:
     methods = {name: parse_method(name, config) for name in options.arms if name != PLAIN}
     if not methods:
         raise ConfigError("--arms has plain decoding only, which drafts nothing; name a drafting method, such as ngram")
-    arms, left_out = evaluate(methods, config, read_logs(options.logs, options.limit), options.batch_sizes)
+    arms, left_out = evaluate(
+        methods, config, list(islice(read_logs(options.logs), options.limit)), options.batch_sizes
+    )
     plain = arms[0]
     arms.sort(key=lambda arm: -arm.score)
     print(to_table(arms, options.batch_sizes))
@@ -67,11 +68,6 @@ def run_and_report(options: Namespace, config: EngineConfig) -> None:
         }
         options.plot.parent.mkdir(parents=True, exist_ok=True)
         save_tree_plot(options.plot, ratios, "predicted / plain decoding")
-
-
-def read_logs(paths: Sequence[Path], limit: int | None) -> list[LoggedRequest]:
-    """The first `limit` requests of logs; None: all. Errors as for `read_log`."""
-    return list(islice(chain.from_iterable(map(read_log, paths)), limit))
 
 
 def evaluate(

@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
@@ -21,12 +22,12 @@ from specray.bench.command import DEFAULT_DRAFTER
 from specray.bench.measure import Record, Settings
 from specray.bench.plots import save_tree_plot
 from specray.bench.prompts import Prompt, by_category, load_prompts
-from specray.bench.replay import evaluate, print_left_out, read_logs
+from specray.bench.replay import evaluate, print_left_out
 from specray.bench.report import ALL, speed_ratios, summarise
 from specray.bench.session import Session
 from specray.bench.variants import PLAIN, parse_method, tree_name, with_tree
 from specray.config import EngineConfig, SpeculativeConfig, with_values
-from specray.engine.request_log import LoggedRequest
+from specray.engine.request_log import LoggedRequest, read_logs
 from specray.errors import ConfigError
 from specray.spec_decode import method_of
 from specray.tables import format_table
@@ -101,7 +102,7 @@ def run_and_report(options: argparse.Namespace, config: EngineConfig) -> None:
     contenders = make_candidates(speculative, options.candidates)
     settings = Settings(max_tokens=options.max_tokens, temperature=options.temperature, seed=options.seed)
     if options.replay:
-        requests = read_logs(options.replay, options.limit)
+        requests = list(islice(read_logs(options.replay), options.limit))
         outcome = by_replay(contenders, config, requests, options.batch_sizes)
     else:
         prompts = _prompts(options.prompts, max(options.batch_sizes))
@@ -127,10 +128,12 @@ def make_candidates(speculative: SpeculativeConfig, trees: Sequence[str] | None 
     usual = TREES if "eagle_topk" in method_of(speculative.algorithm).options else NODES
     uncut = [name for name in usual if most is None or int(name.rpartition("-")[2]) <= most + 1]
     names = list(trees or uncut or usual[:1])
-    configured = tree_name(speculative)
-    if configured not in (*names, "auto"):
-        names.append(configured)
-    return [Candidate(name, with_values(with_tree(speculative, name), max_step_draft_tokens=most)) for name in names]
+    found = [with_tree(speculative, name) for name in names]
+    if tree_name(speculative) != "auto":
+        found.append(speculative)
+    # By their whole names: two names give one tree where the options that they leave out are configured.
+    trees = {tree_name(each): with_values(each, max_step_draft_tokens=most) for each in found}
+    return [Candidate(*each) for each in trees.items()]
 
 
 def search(

@@ -23,7 +23,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments and arguments[0] in CLUSTER_COMMANDS:
             status: int = resolve_name(CLUSTER_COMMANDS[arguments[0]])(arguments[1:])
             return status
-        options = build_parser().parse_args(arguments)
+        options, unknown = build_parser().parse_known_args(arguments)
+        if unknown:  # `parse_args` would print the usage of `specray`, which has none of the command's flags
+            options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         exit_status: int = options.run(options)
         sys.stdout.flush()
     except (SpecRayError, OSError) as error:
@@ -78,7 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
     ):
         command = commands.add_parser(name, help=help, description=module.HELP)
         module.add_arguments(command)
-        command.set_defaults(run=module.run)
+        command.set_defaults(run=module.run, parser=command)
 
     # Only for `specray --help`: `main` runs these commands before it parses arguments.
     commands.add_parser("serve", help="serve a model on Ray")

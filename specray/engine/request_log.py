@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from queue import Full, Queue
 from typing import Annotated, Any, TextIO
@@ -101,6 +102,19 @@ class LoggedRequest:
 
 _LINE = TypeAdapter(LoggedRequest)
 _PARAMS = TypeAdapter(SamplingParams)
+
+
+def read_logs(paths: Sequence[Path]) -> Iterator[LoggedRequest]:
+    """The requests of logs, one after another. Errors as for `read_log`, and ConfigError if there are none."""
+    is_empty = True
+    for logged in chain.from_iterable(map(read_log, paths)):
+        is_empty = False
+        yield logged
+    if is_empty:
+        raise ConfigError(
+            f"{', '.join(map(str, paths))}: no request is logged there; name the engine-N.jsonl of a server with "
+            "server.request_log that has finished requests of server.request_log_tenants"
+        )
 
 
 def read_log(path: Path) -> Iterator[LoggedRequest]:

@@ -210,8 +210,7 @@ class TorchOps:
     def forbid(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
         """Set the logits of tokens that are not allowed to minus infinity, in place; see TokenMask."""
         rows, bits = rows.to(logits.device), bits.to(logits.device)
-        is_allowed = (bits[:, :, None] >> torch.arange(_MASK_BITS, dtype=torch.int32, device=bits.device)) & 1
-        is_forbidden = is_allowed.flatten(1)[:, : logits.shape[1]] == 0
+        is_forbidden = ~allowed_by_bits(bits, logits.shape[1])
         logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill_(is_forbidden, -torch.inf))
 
     def with_noise(self, logits: Tensor, temperature: Tensor, keys: Tensor, ids: Tensor | None) -> Tensor:
@@ -297,6 +296,12 @@ def _compare_chunk_(logits: Tensor, wanted: Tensor, best: Tensor, total_variatio
         drafted.sub_(lacking, alpha=total_variation)
     logits.copy_(drafted.sub_(wanted, alpha=1 - total_variation))
     return losses, agrees
+
+
+def allowed_by_bits(bits: Tensor, vocab_size: int) -> Tensor:
+    """bool [n, vocab_size] of int32 bits [n, words]; see TokenMask."""
+    is_allowed = (bits[:, :, None] >> torch.arange(_MASK_BITS, dtype=torch.int32, device=bits.device)) & 1
+    return is_allowed.flatten(1)[:, :vocab_size] != 0
 
 
 def ordered(values: Tensor) -> Tensor:

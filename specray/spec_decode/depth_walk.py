@@ -41,8 +41,7 @@ def walk_by_depth(inputs: VerifyInput, sampler: NodeSampler) -> VerifyOutput:
         still_active = []
         results = torch.stack((chosen, is_finite.long(), next_node), 1).tolist()
         for row, row_logits, (token, is_finite, child) in zip(active, unmasked, results, strict=True):
-            if not is_finite:
-                tokens[row] = []
+            if not is_finite:  # the path ends before it, as in plain decoding; the next step begins there
                 continue
             states[row].append(token)
             tokens[row].append(token)

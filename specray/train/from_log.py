@@ -7,10 +7,9 @@ requests that are new.
 import hashlib
 import json
 from collections.abc import Sequence
-from itertools import chain
 from pathlib import Path
 
-from specray.engine.request_log import LoggedRequest, read_log
+from specray.engine.request_log import LoggedRequest, read_logs
 from specray.errors import ConfigError
 from specray.models.files import resolve_model
 from specray.models.registry import load_config
@@ -38,7 +37,6 @@ def add_logged(logs: Sequence[Path], folder: Path, model: str) -> None:
         "hidden_states": "computed",
         "num_asked": NUM_INDEXES,
     }
-    folder.mkdir(parents=True, exist_ok=True)
     with only_one_at(folder):
         if not (folder / DESCRIPTION).exists():
             replace_text(folder / DESCRIPTION, json.dumps(description, indent=2) + "\n")
@@ -46,7 +44,7 @@ def add_logged(logs: Sequence[Path], folder: Path, model: str) -> None:
             raise ConfigError(f"{folder} has answers of another source or model; give another folder with --answers")
         known, num_new, num_left_out = written_indexes(folder), 0, 0
         sequences: list[TokenSequence] = []
-        for logged in chain.from_iterable(map(read_log, logs)):
+        for logged in read_logs(logs):
             token_ids = logged.prompt_token_ids + logged.output_token_ids
             if logged.is_redacted or logged.is_lossy or len(logged.output_token_ids) < 2:
                 num_left_out += 1
@@ -66,11 +64,11 @@ def add_logged(logs: Sequence[Path], folder: Path, model: str) -> None:
                 sequences = []
         if sequences:
             write_shard(folder, sequences)
-    if not known:
-        raise ConfigError(
-            f"none of {num_left_out} logged requests has a text to learn from: redacted, lossy, or shorter than two "
-            "tokens; name other files with --from-log"
-        )
+        if not known:
+            raise ConfigError(
+                f"none of {num_left_out} logged requests has a text to learn from: redacted, lossy, or shorter than "
+                "two tokens; name other files with --from-log"
+            )
     print(f"{folder}: {num_new} new requests, {len(known)} in all; {num_left_out} without a text to learn from")
 
 

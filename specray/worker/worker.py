@@ -28,12 +28,12 @@ from specray.structured_output.matchers import GrammarTable
 from specray.worker.broadcast import share_drafted, share_trees
 from specray.worker.draft_context import draft_context
 from specray.worker.input_batch import ScheduledBatch, StepBatch
+from specray.worker.no_token import why_no_token
 from specray.worker.prompt_logprobs import compute_prompt_logprobs
 from specray.worker.step_backend import Pass, StepBackend, StepOutcome, StepWants
 from specray.worker.step_output import StepOutput
 
 NO_DRAFTS = DraftLimit(0, 0)
-NOT_A_NUMBER = "the model's output for this request is NaN or infinite, so no token can be sampled"
 
 
 class StartedStep(NamedTuple):
@@ -300,7 +300,7 @@ class Worker:
             return _deferred_result(state)
         if not num_kept:
             state.has_ended = True
-            return RequestResult(state.slot, [], 0, None, self.grammars.error(state.slot) or NOT_A_NUMBER)
+            return RequestResult(state.slot, [], 0, None, why_no_token(state, self.grammars, self.model))
         tokens = output.emitted(row)
         forced: Sequence[int] = ()
         if self.grammars.slots:

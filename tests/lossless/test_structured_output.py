@@ -13,7 +13,7 @@ import pytest
 from specray.config import SpeculativeConfig
 from specray.engine.engine_request import EngineRequest
 from specray.errors import InvalidRequestError
-from specray.grammar import NO_TOKEN_ALLOWED, GrammarSpec, as_format, make_grammar
+from specray.grammar import NO_TOKEN_ALLOWED, NO_TOKEN_LEFT, GrammarSpec, as_format, make_grammar
 from specray.llm import LLM
 from specray.outputs import Completion, FinishReason
 from specray.sampling_params import SamplingParams
@@ -24,6 +24,7 @@ from tests.support.engine import make_llm, visible
 from tests.support.graph_stand_in import recorded_graphs
 from tests.support.json_toy import require_valid, write_json_tokenizer, write_json_toy
 from tests.support.methods import KINDS, METHODS
+from tests.support.toy import VOCAB_SIZE
 
 SCHEMAS: list[dict[str, Any]] = [
     {
@@ -286,6 +287,38 @@ def test_a_grammar_without_output_is_refused_before_anything_runs(
 def test_a_text_that_the_vocabulary_cannot_spell_ends_with_an_error(toy: Path) -> None:
     with make_llm(toy) as llm, pytest.raises(Exception, match=NO_TOKEN_ALLOWED):
         llm.generate([[5]], SamplingParams(grammar=make_grammar("regex", "aQ")))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"allowed_token_ids": [40], "grammar": GRAMMARS[0]},
+        {"banned_sequences": [[token] for token in range(VOCAB_SIZE)], "grammar": GRAMMARS[0]},
+        {"banned_sequences": [[1]], "grammar": make_grammar("regex", "a")},  # the end token, once it is complete
+        {"allowed_token_ids": [9], "banned_sequences": [[9]]},
+        {"allowed_token_ids": [1, 9], "banned_sequences": [[9]], "min_tokens": 3},
+        {"banned_sequences": [[token] for token in range(VOCAB_SIZE)]},
+    ],
+)
+@pytest.mark.parametrize("draw", ["empty", "random"])
+def test_options_that_leave_no_token_are_the_callers_error(options: dict[str, Any], draw: str, toy: Path) -> None:
+    with make_llm(toy, ScriptedDrafter(DRAWS[draw])) as llm:
+        [before] = llm.generate([PROMPTS[0]], SamplingParams(seed=0, max_tokens=5))
+        for temperature in (0.0, 1.0):
+            with pytest.raises(InvalidRequestError, match="no token is left to sample: allowed_token_ids") as caught:
+                llm.generate([PROMPTS[0]], SamplingParams(seed=0, temperature=temperature, **options))
+            assert NO_TOKEN_LEFT in str(caught.value)
+        [after] = llm.generate([PROMPTS[0]], SamplingParams(seed=0, max_tokens=5))
+    assert visible(after.choices[0]) == visible(before.choices[0])
+
+
+def test_a_bias_against_all_tokens_leaves_the_best_of_them(toy: Path) -> None:
+    bias = dict.fromkeys(range(VOCAB_SIZE), -100.0)
+    with make_llm(toy) as llm:
+        for grammar in (None, GRAMMARS[0]):
+            params = [SamplingParams(temperature=0.0, max_tokens=5, grammar=grammar, logit_bias=b) for b in ({}, bias)]
+            plain, biased = (llm.generate([PROMPTS[0]], each)[0].choices[0] for each in params)
+            assert visible(biased) == visible(plain)
 
 
 def test_options_that_contradict_a_grammar_are_refused(toy: Path) -> None:

@@ -443,7 +443,7 @@ class RequestStream:
             if event.finish_reason is FinishReason.ABORT and event.error is not None:
                 raise self._deadline_error()
             if event.error in REQUEST_ERRORS:  # of the request, not of the engine
-                raise InvalidRequestError(event.error, "grammar")
+                raise InvalidRequestError(event.error, REQUEST_ERRORS[event.error])
             if event.finish_reason is FinishReason.ERROR:
                 raise RequestFailedError(f"the engine failed on this request: {event.error}")
             yield index, self._progress[index].add(event)

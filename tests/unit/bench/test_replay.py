@@ -179,6 +179,9 @@ def test_the_command_prints_arms_by_speed_and_a_block_for_a_configuration(
     path.write_text('{"request_id": 3}\n')
     assert cli.main(arguments) == 2
     assert "log.jsonl, line 1" in capsys.readouterr().err
+    path.write_text("")
+    assert cli.main(arguments) == 2
+    assert f"{path}: no request is logged there; name the engine-N.jsonl" in capsys.readouterr().err
 
 
 def test_tune_chooses_the_best_tree_for_a_log(

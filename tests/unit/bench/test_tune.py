@@ -70,6 +70,12 @@ def test_the_configured_tree_is_a_candidate() -> None:
     trees = [candidate.tree for candidate in make_candidates(configured, ["3-1-4"])]
     assert trees == ["3-1-4", "7-3-11"]
     assert len({candidate.tree for candidate in make_candidates(METHOD)}) == len(tune.TREES)
+    merged = configured.model_copy(update={"merged_draft_tokens": 16})
+    assert [c.tree for c in make_candidates(merged, ["3-1-4", "7-3-11", "3-1-4+8"])] == [
+        "3-1-4+16",
+        "7-3-11+16",
+        "3-1-4+8",
+    ]
     assert {c.tree for c in make_candidates(SpeculativeConfig(algorithm="NGRAM"))} == set(tune.NODES)
 
 

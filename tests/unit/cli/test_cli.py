@@ -30,6 +30,15 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"specray {__version__}\n"
 
 
+@pytest.mark.parametrize("command", ["bench", "load", "tune", "chat"])
+def test_an_unknown_flag_gets_the_usage_of_its_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main([command, "--no-such-flag", "3"])
+    error = capsys.readouterr().err
+    assert error.startswith(f"usage: specray {command} ")
+    assert error.endswith(f"specray {command}: error: unrecognized arguments: --no-such-flag 3\n")
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from specray.errors import InvalidRequestError
-from specray.grammar import NO_TOKEN_ALLOWED, GrammarSpec, make_grammar
+from specray.grammar import REQUEST_ERRORS, GrammarSpec, make_grammar
 from specray.server.grammar_check import GrammarCheck
 from specray.step import StepPlan, StepResult
 from tests.support.scripted_server import Serve
@@ -72,7 +72,8 @@ def test_a_grammar_that_cannot_be_compiled_is_a_400(serve: Serve, monkeypatch: p
     asyncio.run(scenario())
 
 
-def test_text_that_the_vocabulary_cannot_spell_is_a_400(serve: Serve) -> None:
+@pytest.mark.parametrize("error", REQUEST_ERRORS)
+def test_a_request_that_leaves_no_token_is_a_400(error: str, serve: Serve) -> None:
     """It is found while generating, and no fault of the engine."""
 
     async def scenario() -> None:
@@ -81,11 +82,12 @@ def test_text_that_the_vocabulary_cannot_spell_is_a_400(serve: Serve) -> None:
 
             def dead_end() -> StepResult:
                 result = collect()
-                rows = [row._replace(token_ids=[], error=NO_TOKEN_ALLOWED) for row in result.rows]
+                rows = [row._replace(token_ids=[], error=error) for row in result.rows]
                 return result._replace(rows=rows)
 
             server.ranks.collect = dead_end  # type: ignore[method-assign]
             reply = await server.http.post("/v1/completions", json={"prompt": "hi"})
-            assert (reply.status_code, reply.json()["error"]["param"]) == (400, "grammar")
+            assert reply.status_code == 400
+            assert reply.json()["error"].items() >= {"message": error, "param": REQUEST_ERRORS[error]}.items()
 
     asyncio.run(scenario())

@@ -297,3 +297,16 @@ def test_prompts_without_an_answer_are_counted_with_the_reason_and_not_tried_aga
 def test_files_of_answers_follow_the_umask(complete: Path) -> None:
     os.umask(umask := os.umask(0))
     assert {path.stat().st_mode & 0o777 for path in complete.iterdir()} == {0o666 & ~umask}
+
+
+def test_a_refused_command_leaves_no_new_folder_behind(options: AnswerOptions, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("{}\n")
+    for wrong in (replace(options, prompts=(tmp_path / "typo.jsonl",)), replace(options, prompts=(bad,))):
+        with pytest.raises((ConfigError, OSError)):
+            make_answers(replace(wrong, folder=tmp_path / "new"), progress=False)
+        assert not (tmp_path / "new").exists()
+    (tmp_path / "new").mkdir()
+    with pytest.raises(ConfigError):
+        make_answers(replace(options, prompts=(bad,), folder=tmp_path / "new"), progress=False)
+    assert (tmp_path / "new").is_dir(), "it was there before"

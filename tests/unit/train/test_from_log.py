@@ -1,6 +1,7 @@
 """From a server's log to a better head: train it, measure it in the shadow, promote it, and take it back."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -130,7 +131,16 @@ def test_a_folder_grows_with_the_logs_and_leaves_out_what_has_no_text(stories: P
     with pytest.raises(ConfigError, match="has the token 512"):
         add_logged([other], answers, str(stories))
     log.write_text(json.dumps(LOGGED.redacted()) + "\n")
+    new = tmp_path / "new"
     with pytest.raises(ConfigError, match="none of 1 logged requests has a text to learn from"):
-        add_logged([log], tmp_path / "none", str(stories))
+        add_logged([log], new, str(stories))
+    with pytest.raises(ConfigError, match="has the token 512"):
+        add_logged([other], new, str(stories))
+    other.write_text("")
+    with pytest.raises(ConfigError, match=re.escape(f"{other}: no request is logged there")):
+        add_logged([other], new, str(stories))
+    with pytest.raises(FileNotFoundError):
+        add_logged([tmp_path / "typo.jsonl"], new, str(stories))
+    assert not new.exists(), "a refused command leaves no folder behind"
     with pytest.raises(ConfigError, match="answers of another source or model"):
         add_logged([log], write_answers(tmp_path / "made"), str(stories))

@@ -12,8 +12,8 @@ from specray.spec_decode.draft_tree import TreeLists
 from specray.step import UNLIMITED, NewRequest, ScheduledRequest, StepPlan
 from specray.worker.buckets import Bucket
 from specray.worker.graph_backend import GraphBackend
+from specray.worker.no_token import NOT_A_NUMBER
 from specray.worker.startup import start_worker
-from specray.worker.worker import NOT_A_NUMBER
 from tests.support.distributions import OPTIONS
 from tests.support.drafters import ScriptedDrafter
 from tests.support.graph_stand_in import RecordedGraphs, recorded_graphs

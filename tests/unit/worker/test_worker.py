@@ -20,8 +20,8 @@ from specray.spec_decode.drafter import Drafter
 from specray.spec_decode.propose_context import DraftRequest, ProposeContext
 from specray.step import UNLIMITED, DraftLimit, NewRequest, RequestResult, SamplingOptions, ScheduledRequest, StepPlan
 from specray.worker import startup
+from specray.worker.no_token import NOT_A_NUMBER
 from specray.worker.startup import start_worker
-from specray.worker.worker import NOT_A_NUMBER
 from tests.support.distributions import OPTIONS
 from tests.support.drafters import DRAWS, ScriptedDrafter, draw_right, draw_right_last
 from tests.support.engine import make_llm

@@ -169,6 +169,19 @@ def test_key_files_are_checked_before_ray_starts(
     assert f"server.{option.replace('-', '_')}={file}" in error
 
 
+@pytest.mark.parametrize("path", ["file", "file/new"])
+def test_a_request_log_that_cannot_be_a_folder_is_refused(
+    path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    arguments = ["--model", "smollm2-135m-instruct", "--server-request-log-tenants=['*']"]
+    assert check([*arguments, f"--server-request-log={tmp_path / path}"]) == 2
+    error = f"server.request_log={tmp_path / path}: {tmp_path / 'file'} is not a folder; name another folder"
+    assert error in capsys.readouterr().err
+    assert check([*arguments, f"--server-request-log={tmp_path / 'not' / 'yet'}"]) == 0
+    assert not (tmp_path / "not").exists()
+
+
 def test_tenants_of_the_request_log_and_of_corpora_must_have_keys(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
