@@ -88,11 +88,13 @@ class Admission:
         if allowed is None:
             return
         self._check_ids("allowed_token_ids", allowed)
-        masked = set(params.stop_token_ids) | set(() if params.ignore_eos else self._capacity.eos_token_ids)
-        if params.min_tokens and masked.issuperset(allowed):
+        masked = {sequence[0] for sequence in params.banned_sequences if len(sequence) == 1}
+        if params.min_tokens:
+            masked |= set(params.stop_token_ids) | set(() if params.ignore_eos else self._capacity.eos_token_ids)
+        if masked.issuperset(allowed):
             raise InvalidRequestError(
-                f"allowed_token_ids has only tokens that end the output, which min_tokens={params.min_tokens} forbids; "
-                "allow another token or set min_tokens=0",
+                "allowed_token_ids has only tokens that bad_words forbids, or that end the output, which "
+                f"min_tokens={params.min_tokens} forbids; allow another token",
                 "allowed_token_ids",
             )
 

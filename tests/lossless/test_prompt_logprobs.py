@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from specray.errors import InvalidRequestError
 from specray.outputs import Completion, FinishReason
 from specray.sampling_params import SamplingParams
 from specray.testing.conformance import PREFIX, PROMPTS
@@ -103,3 +104,10 @@ def test_only_allowed_tokens_are_sampled(toy: Path) -> None:
     for choice in generate(toy, [PREFIX, PREFIX], params):
         assert set(choice.token_ids) <= set(allowed)
         assert len(choice.token_ids) == 20
+
+
+@pytest.mark.parametrize("rest", [{"allowed_token_ids": [9]}, {"allowed_token_ids": [9, 1], "min_tokens": 3}])
+def test_options_that_allow_no_token_are_refused(rest: dict[str, Any], toy: Path) -> None:
+    params = SamplingParams(seed=2, max_tokens=20, banned_sequences=[[9]], **rest)
+    with pytest.raises(InvalidRequestError, match="allowed_token_ids has only tokens that bad_words forbids"):
+        generate(toy, [PREFIX], [params])
