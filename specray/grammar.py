@@ -24,7 +24,11 @@ NO_TOKEN_LEFT = (
     "response_format or tools, for example) together forbid all; leave one of them out"
 )
 # Errors of a running request that its own options cause, and the option to blame; None: several.
-REQUEST_ERRORS = {NO_TOKEN_ALLOWED: "grammar", GRAMMAR_LIMIT_EXCEEDED: "grammar", NO_TOKEN_LEFT: None}
+REQUEST_ERRORS: dict[str, str | None] = {
+    NO_TOKEN_ALLOWED: "grammar",
+    GRAMMAR_LIMIT_EXCEEDED: "grammar",
+    NO_TOKEN_LEFT: None,
+}
 
 
 class GrammarSpec(NamedTuple):
