@@ -245,10 +245,11 @@ class RayExecutor:
         waiting = starting
         while waiting:
             ended, waiting = ray.wait(waiting, timeout=POLL_INTERVAL_S)
-            try:
-                ray.get(ended)
-            except RayError as error:
-                raise start_error("a rank of the target", error) from error
+            for start in ended:
+                try:
+                    ray.get(start)
+                except RayError as error:
+                    raise start_error(f"rank {starting.index(start)} of the target", error) from error
             if self.failure() is not None:
                 raise self._dead()
         return ray.get(starting[0])

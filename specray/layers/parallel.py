@@ -6,6 +6,9 @@ The collectives are torch.distributed's: gloo on CPUs, NCCL for tensors on GPUs.
 import logging
 import os
 import platform
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -23,6 +26,9 @@ _LENGTH_BYTES = 8
 _HEAD_BYTES = 4096  # sent with the length; enough for most steps, so that one broadcast suffices
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _CHECKED = 97  # numbers of the sum that is compared with NCCL's
+_TIMEOUT = timedelta(minutes=5)  # of collectives
+MEET_S = 30.0  # that ranks wait for each other's memory; all begin within milliseconds
+_WAITED = "it waited in vain for another rank"
 _REASON_BYTES = 256  # of why a rank cannot use the one-shot kernel, as others see it
 logger = logging.getLogger(__name__)
 
@@ -68,7 +74,7 @@ class RankGroup:
             # Gloo's order depends on the place in the tensor, so on the batch. Two numbers have one sum in any order.
             self._sums_by_rank = size > 2 and (deterministic or backend == "gloo")
             self.has_fixed_sums = size == 2 or self._sums_by_rank
-            dist.init_process_group(backend, init_method, rank=rank, world_size=size, timeout=timedelta(minutes=5))
+            dist.init_process_group(backend, init_method, rank=rank, world_size=size, timeout=_TIMEOUT)
             # A follower waits for its next plan as long as the server is idle; the actor's watchdog detects dead ranks.
             self._cpu = dist.new_group(backend="gloo", timeout=timedelta(days=365))
 
@@ -156,11 +162,13 @@ class RankGroup:
             return reason
         # All agree on each part before the next one, in which ranks wait for each other.
         for part in (self._allocate, self._meet):
+            start = time.monotonic()
             try:
-                part(num_bytes, device)
+                with _store_timeout():
+                    part(num_bytes, device)
                 failure = None
             except (ImportError, OSError, RuntimeError) as error:
-                failure = _first_line(error)
+                failure = _first_line(error) if time.monotonic() < start + MEET_S else _WAITED
             if reason := self._first_reason(failure):
                 return reason
         return self._compare_sums(device)
@@ -185,16 +193,17 @@ class RankGroup:
         launch_error = self.one_shot.try_sum(summed)
         self._sum_by_rank(wanted)
         is_right = torch.equal(summed, wanted)  # waits for the kernel, before this or another rank frees its memory
-        failure = "the kernel's sum differs" if self.one_shot.has_summed else "it waited in vain for another rank"
+        failure = "the kernel's sum differs" if self.one_shot.has_summed else _WAITED
         return self._first_reason(launch_error) or self._first_reason(None if is_right else failure)
 
     def _first_reason(self, own: str | None) -> str | None:
-        """The first rank's reason and that rank, on all ranks; None if none has one."""
+        """The first rank's reason and that rank, on all ranks, one that only waited last; None if none has one."""
         cut = (own or "").encode()[:_REASON_BYTES].ljust(_REASON_BYTES, b"\0")
         parts = [torch.empty(_REASON_BYTES, dtype=torch.uint8) for _ in range(self.size)]
         dist.all_gather(parts, torch.frombuffer(bytearray(cut), dtype=torch.uint8), group=self._cpu)
         reasons = [bytes(part.tolist()).rstrip(b"\0").decode(errors="ignore") for part in parts]
-        return next((f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason), None)
+        found = [(reason == _WAITED, rank) for rank, reason in enumerate(reasons) if reason]
+        return f"rank {min(found)[1]}: {reasons[min(found)[1]]}" if found else None
 
     def _sum_by_rank(self, partial: Tensor) -> None:
         first, *others = self._gathered(partial)
@@ -209,6 +218,17 @@ class RankGroup:
 
     def _broadcast(self, buffer: bytearray) -> None:
         dist.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), 0, group=self._cpu)
+
+
+@contextmanager
+def _store_timeout() -> Iterator[None]:
+    """Within it, ranks that meet in torch.distributed's store wait MEET_S for each other."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set_timeout(timedelta(seconds=MEET_S))
+    try:
+        yield
+    finally:
+        store.set_timeout(_TIMEOUT)
 
 
 def _first_line(error: Exception) -> str:

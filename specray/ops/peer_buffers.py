@@ -46,7 +46,7 @@ class PeerBuffers:
         torch.cuda.synchronize(device)
 
     def meet(self, group: dist.ProcessGroup) -> list[int]:
-        """Addresses of each rank's memory, as seen from this one. It waits minutes for a rank that does not call it."""
+        """Addresses of each rank's memory, as seen from this one. It waits in the group's store for others."""
         from torch.distributed import _symmetric_memory as symmetric
 
         handle: Any = symmetric.rendezvous(self._own, group)

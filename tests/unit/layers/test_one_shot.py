@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 pytest.importorskip("triton")
 
 from triton.errors import TritonError
 
+from specray.layers import parallel
 from specray.layers.norm import RMSNorm
 from specray.layers.parallel import RankGroup
 from specray.ops.gpu import all_reduce, layers
@@ -48,12 +50,13 @@ def test_a_kernel_with_another_sum_is_refused(tmp_path: Path) -> None:
     ("fault", "reason"),
     [
         ("memory", "rank 1: no memory for it"),
+        ("rendezvous", "rank 1: no peer access"),
         ("launch", "rank 1: ptxas failed"),
         ("silence", "rank 0: it waited in vain for another rank"),
     ],
 )
 def test_what_one_rank_cannot_do_all_leave(fault: str, reason: str, tmp_path: Path) -> None:
-    """At once, if it has no memory. A rank whose kernel has started waits for the other one's, but not for ever."""
+    """At once, if it has no memory. A rank that waits for the other's memory or kernel does not wait for ever."""
     assert _wrong_of_all(partial(_one_fails, fault, reason), 2, tmp_path) == [[]] * 2
 
 
@@ -145,12 +148,16 @@ def _one_fails(fault: str, reason: str, meeting: str, rank: int, size: int, foun
     all_reduce.TRIAL_POLLS = 1000
     if fault == "memory":
         MappedBuffers.meet = _fails(RuntimeError("not all ranks have memory"))  # type: ignore[method-assign]
+    if fault == "rendezvous":
+        parallel.MEET_S = 2.0
+        failing = _fails(RuntimeError("no peer access"))
+        MappedBuffers.meet = failing if rank == 1 else _waits_for_a_key  # type: ignore[method-assign]
     if rank == 1 and fault == "memory":
         MappedBuffers.__init__ = _fails(RuntimeError("no memory for it"))  # type: ignore[method-assign]
     elif rank == 1 and fault == "launch":
         error = TritonError("ptxas failed\nmore of it")  # no RuntimeError
         all_reduce.OneShotAllReduce._launch = _fails(error)  # type: ignore[method-assign]
-    elif rank == 1:
+    elif rank == 1 and fault == "silence":
         all_reduce.OneShotAllReduce._launch = lambda *_, **__: None  # type: ignore[method-assign]
     group = OneShotGroup(rank, size, meeting)
     wrong = [] if group.sums == f"NCCL: {reason}" and group.one_shot is None else [group.sums]
@@ -158,6 +165,12 @@ def _one_fails(fault: str, reason: str, meeting: str, rank: int, size: int, foun
         wrong.append("sum")
     found.put(wrong)
     group.close()
+
+
+def _waits_for_a_key(*_: object) -> list[int]:
+    """As a rendezvous of which one rank does not take part."""
+    dist.distributed_c10d._get_default_store().get("of the other rank")
+    return []
 
 
 def _fails(error: Exception) -> Callable[..., Any]:

@@ -3,14 +3,16 @@
 import re
 import socket
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import ray
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import GetTimeoutError, RayTaskError
 
 from cluster.config import AppConfig
 from cluster.engine.executor import RayExecutor, rank_threads
+from cluster.liveness.actors import Place
 from specray.channel import Channel
 from specray.errors import EngineDeadError
 from specray.step import DraftFault, StepResult, StepTimes
@@ -70,3 +72,23 @@ def test_a_fault_after_which_the_target_keeps_its_drafter_does_not_replace_it(ki
         executor.collect()
     kept = {DraftFault.LATE, DraftFault.MEMBER_NOT_A_NUMBER, DraftFault.NO_HANDSHAKE}
     assert bool(reports) == (kind not in kept)
+
+
+def test_the_rank_that_does_not_start_is_named_while_others_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    failure = RayTaskError("start", "...", RuntimeError("no free port"))
+
+    def get(start: int) -> None:
+        assert start == 1
+        raise failure
+
+    monkeypatch.setattr(ray, "wait", lambda starting, timeout: ([starting[1]], [starting[0]]))  # noqa: ARG005
+    monkeypatch.setattr(ray, "get", get)
+    executor = object.__new__(RayExecutor)
+    executor._folder = SimpleNamespace(name=str(tmp_path))
+    executor._watchdogs = SimpleNamespace(heartbeat_paths=["", ""])
+    starts = [SimpleNamespace(remote=lambda *_, rank=rank: rank) for rank in range(2)]
+    executor._actors = [SimpleNamespace(start=start) for start in starts]
+    with pytest.raises(EngineDeadError, match=r"^rank 1 of the target did not start: RuntimeError: no free port$"):
+        executor._start([Place.here()], None)
