@@ -1,14 +1,15 @@
 """Decode steps in CUDA graphs have the same output as without, in every bucket, on the stand-in for graphs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from specray.engine.engine_request import EngineRequest
-from specray.ops.host_copy import HostCopy
 from specray.outputs import Completion
 from specray.spec_decode.draft_tree import DraftTree
+from specray.spec_decode.drafter import UnsizedTrees
 from specray.spec_decode.inline_drafts import InlineDrafts
 from specray.step import UNLIMITED, DraftLimit, StepPlan
 from specray.testing.conformance import GREEDY, PROMPTS, SAMPLED, require_equal
@@ -109,21 +110,26 @@ def test_scores_of_trees_cut_the_same_drafts_in_graphs(
             worker = worker_of(llm)
             drafts = worker.drafts
             assert isinstance(drafts, InlineDrafts)
-            begin, read = worker.begin, drafts._pending._read
+            begin, take = worker.begin, drafts._pending.take
 
             def begin_likely(plan: StepPlan) -> None:
                 limits = [row.draft_limit._replace(min_score=LEAST_SCORE) for row in plan.rows]
                 rows = [row._replace(draft_limit=limit) for row, limit in zip(plan.rows, limits, strict=True)]
                 begin(plan._replace(rows=rows))
 
-            def counted(tree: DraftTree, report: HostCopy) -> tuple[DraftTree, list[int]]:
-                found = read(tree, report)
-                scores.extend(filter(None, drafts.scores))  # a request without a tree has none
-                sizes.extend(found[1])
-                return found
+            def counted(slots: Tensor, roots: Tensor, limits: Sequence[DraftLimit]) -> UnsizedTrees:
+                taken = take(slots, roots, limits)
+
+                def wait() -> tuple[DraftTree, list[int]]:
+                    found = taken.wait_for_sizes()
+                    scores.extend(filter(None, drafts.scores))  # a request without a tree has none
+                    sizes.extend(found[1])
+                    return found
+
+                return taken._replace(wait_for_sizes=wait)
 
             monkeypatch.setattr(worker, "begin", begin_likely)
-            monkeypatch.setattr(drafts._pending, "_read", counted)
+            monkeypatch.setattr(drafts._pending, "take", counted)
             llm.generate(PROMPTS, GREEDY)
         return scores, sizes
 
