@@ -15,13 +15,13 @@ from benchmarks.figure import CONCURRENCY, Effort, Figure, Section, mt_bench_pro
 from specray.bench.command import engine_config
 from specray.bench.measure import Record, Settings, compare
 from specray.bench.prompts import Prompt
-from specray.bench.replay import predicted_speeds, read_logs, replay
+from specray.bench.replay import predicted_speeds, replay
 from specray.bench.step_costs import measure_costs
 from specray.bench.teacher_forcing import Replayed
 from specray.bench.variants import PLAIN, EngineVariant, tree_name, with_tree
 from specray.config import SpeculativeConfig
 from specray.engine.audit import IDLE_S, MAX_PENDING, Auditor
-from specray.engine.request_log import EVERY_TENANT, LoggedRequest, RequestLog
+from specray.engine.request_log import EVERY_TENANT, LoggedRequest, RequestLog, read_logs
 from specray.llm import LLM
 
 NGRAM = "ngram"
@@ -149,7 +149,7 @@ def _logged(plain: LLM, prompts: Sequence[Prompt], settings: Settings) -> list[L
         compare([EngineVariant(PLAIN, plain)], prompts, plain.tokenizer, settings)
         plain.engine.requests.on_finish = None
         log.close()
-        return read_logs([log.path], None)[1:]  # the first one is the warm-up's
+        return list(read_logs([log.path]))[1:]  # the first one is the warm-up's
 
 
 def _replayed(name: str, plain: LLM, method: SpeculativeConfig, logged: Sequence[LoggedRequest]) -> Replayed:

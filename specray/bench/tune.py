@@ -132,8 +132,8 @@ def make_candidates(speculative: SpeculativeConfig, trees: Sequence[str] | None 
     if tree_name(speculative) != "auto":
         found.append(speculative)
     # By their whole names: two names give one tree where the options that they leave out are configured.
-    trees = {tree_name(each): with_values(each, max_step_draft_tokens=most) for each in found}
-    return [Candidate(*each) for each in trees.items()]
+    by_name = {tree_name(each): with_values(each, max_step_draft_tokens=most) for each in found}
+    return [Candidate(*each) for each in by_name.items()]
 
 
 def search(
