@@ -46,7 +46,8 @@ def measure_costs(
     costs = {}
     for name, llm in engines.items():
         budget = MeasuringBudget(llm.config.speculative.max_step_draft_tokens)
-        llm.engine.scheduler.drafts.budget, costs[name] = budget, budget.costs
+        llm.engine.drafter.replace(llm.config.speculative, llm.engine.capacity.max_draft_tokens, budget)
+        costs[name] = budget.costs
     variants = [EngineVariant(name, llm) for name, llm in engines.items()]
     with tqdm(
         total=len(batch_sizes) * NUM_TURNS * len(variants), desc="costs", unit="run", disable=not progress

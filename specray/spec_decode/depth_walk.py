@@ -34,14 +34,17 @@ def walk_by_depth(inputs: VerifyInput, sampler: NodeSampler) -> VerifyOutput:
         probs = None if tree.draft_probs is None else tree.draft_probs[rows, node]
         sampling, rows_keys, at_depth = inputs.sampling.select(active), keys[rows, depth], positions[rows, depth]
         chosen = sampler(NodeBatch(here, sampling, at_depth, rows_keys, siblings, probs, depth))
-        is_finite = here.gather(1, chosen[:, None])[:, 0].isfinite()
+        logit = here.gather(1, chosen[:, None])[:, 0]
         is_next = siblings == chosen[:, None]
         next_node = children.gather(1, is_next.to(torch.int8).argmax(-1, keepdim=True))[:, 0]
         next_node = torch.where(is_next.any(-1), next_node, NONE)
         still_active = []
-        results = torch.stack((chosen, is_finite.long(), next_node), 1).tolist()
-        for row, row_logits, (token, is_finite, child) in zip(active, unmasked, results, strict=True):
-            if not is_finite:  # the path ends before it, as in plain decoding; the next step begins there
+        results = torch.stack((chosen, logit.isfinite(), logit.isneginf(), next_node), 1).tolist()
+        for row, row_logits, (token, is_finite, is_masked, child) in zip(active, unmasked, results, strict=True):
+            if is_masked:  # no token is left: the path ends before it, and the next step, which begins there, says why
+                continue
+            if not is_finite:
+                tokens[row] = []
                 continue
             states[row].append(token)
             tokens[row].append(token)

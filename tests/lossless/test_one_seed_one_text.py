@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from specray.engine.draft_budget.auto import AutoBudget
+from specray.engine.draft_budget.budget import DraftBudget, Shares
 from specray.engine.draft_budget.budget import Drafting as Drafted
-from specray.engine.draft_budget.budget import Shares
 from specray.engine.draft_budget.costs import StepCosts
 from specray.engine.draft_budget.static import StaticBudget
+from specray.llm import LLM
 from specray.outputs import Completion
 from specray.sampling_params import SamplingParams
 from specray.testing.conformance import DRAFT_LIMITS, PREFIX, PROMPTS, SAMPLED, SAMPLING_OPTIONS, require_equal
@@ -108,6 +109,10 @@ def test_output_does_not_depend_on_max_step_draft_tokens(
     require_equal(generate(toy, PROMPTS, SAMPLED, **options | {"speculative": speculative}), plain)
 
 
+def plan_by(llm: LLM, budget: DraftBudget) -> None:
+    llm.engine.drafter.replace(llm.config.speculative, llm.engine.capacity.max_draft_tokens, budget)
+
+
 @pytest.mark.parametrize("name", SOME_METHODS)
 def test_output_does_not_depend_on_the_budget(
     name: str, toy: Path, plain: list[Completion], drafting: Drafting
@@ -115,7 +120,7 @@ def test_output_does_not_depend_on_the_budget(
     """Any budget: trees of any size for each request and step, and a drafter that is left out at times."""
     options = drafting(name)
     with make_llm(toy, None, **options) as llm:
-        llm.engine.scheduler.drafts.budget = RandomBudget(7)
+        plan_by(llm, RandomBudget(7))
         choices = [generation.choices[0] for generation in llm.generate(PROMPTS, SAMPLED)]
     require_equal(choices, plain)
 
@@ -127,7 +132,7 @@ def test_output_does_not_depend_on_what_a_budget_learns(
     options = drafting(name)
     with make_llm(toy, options.pop("drafter", None), **options) as llm:
         costs = StepCosts()
-        llm.engine.scheduler.drafts.budget = AutoBudget(None, costs)
+        plan_by(llm, AutoBudget(None, costs))
         for _ in range(2):  # the second time with what the first one cost and accepted
             choices = [generation.choices[0] for generation in llm.generate(PROMPTS, SAMPLED)]
             require_equal(choices, plain)
